@@ -196,7 +196,7 @@ def be_pytest(root: Path, arguments: Sequence[str], log: Path) -> None:
     os.dup2(descriptor, sys.stderr.fileno())
     os.chdir(root)
     for name in list(os.environ):
-        # a caller's nursery has loaded the package without the fault
+        # a caller's fork server has loaded the package without the fault
         if name.startswith(("FT_CKPT_", "PYTEST_")):
             del os.environ[name]
     os.environ["PYTHONPATH"] = str(root)

@@ -1,9 +1,7 @@
-"""Settings of all tests: no network, one thread per process, and one seed, so that a failure
-repeats.
+"""Settings of all tests: no network, one thread for each process, one seed.
 
-FT_CKPT_SEED chooses another seed, for property-based tests too; `scripts/test --all` draws one.
-
-The longest files begin first.
+With one seed, a failure repeats. FT_CKPT_SEED chooses another, for property-based tests too;
+`scripts/test --all` draws one. The longest files begin first.
 """
 
 import gc
@@ -22,7 +20,7 @@ import extensions
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from launch import share_nursery
+from launch import start_fork_server
 from on_ranks import launches_of
 from places import HELPERS
 from s3_server import S3, running_s3
@@ -42,46 +40,40 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("seeded")
-extensions.settle_folder()
+extensions.prepare_folder()
 
 # A file runs on one worker, so a file of a minute must not be the last to start, when the other
 # worker is idle.
 LONGEST_FILES = (
-    *(
-        "test_distributed",
-        "test_documents",
-        "test_trainer",
-        "test_contract",
-        "test_ranks_behaviour",
-        "test_check_resume",
-        "test_follow",
-    ),
-    *(
-        "test_position",
-        "test_examples",
-        "test_publish_cli",
-        "test_staging",
-        "test_cli",
-        "test_replicas",
-        "test_faults",
-    ),
-    *(
-        "test_resume_wrappers",
-        "test_direct",
-        "test_background",
-        "test_background_ranks",
-        "test_zero_optimizer",
-    ),
-    *("test_position_ranks", "test_compression", "test_hdf5"),
-    *(
-        "test_commit",
-        "test_reuse",
-        "test_running",
-        "test_resume",
-        "test_opening",
-        "test_convert",
-        "test_killed",
-    ),
+    "test_distributed",
+    "test_documents",
+    "test_trainer",
+    "test_contract",
+    "test_ranks_behaviour",
+    "test_check_resume",
+    "test_follow",
+    "test_position",
+    "test_examples",
+    "test_publish_cli",
+    "test_staging",
+    "test_cli",
+    "test_replicas",
+    "test_faults",
+    "test_resume_wrappers",
+    "test_direct",
+    "test_background",
+    "test_background_ranks",
+    "test_zero_optimizer",
+    "test_position_ranks",
+    "test_compression",
+    "test_hdf5",
+    "test_commit",
+    "test_reuse",
+    "test_running",
+    "test_resume",
+    "test_opening",
+    "test_convert",
+    "test_killed",
 )
 
 _SECONDS_OF_SLOW_TESTS = 7200  # campaigns, on a machine with other work
@@ -108,14 +100,14 @@ CAMPAIGNS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fork the workers of a run and their launches from one process; collect no garbage before the
-    first test.
+    """Fork the workers of a run and their launches from one process.
+
+    No garbage is collected before the first test.
     """
     if getattr(config.option, "numprocesses", None):
-        share_nursery()
-        config.option.tx = [f"popen//python={sys.executable} {HELPERS / 'worker.py'}"] * len(
-            config.option.tx
-        )
+        start_fork_server()
+        worker = f"popen//python={sys.executable} {HELPERS / 'worker.py'}"
+        config.option.tx = [worker] * len(config.option.tx)
     gc.disable()
 
 
@@ -133,9 +125,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_collection_finish() -> None:
-    """Exclude tests and libraries from later garbage collections, which would take a tenth of the
-    run.
-    """
+    """Exclude tests and libraries from later garbage collections, a tenth of the time of a run."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -144,11 +134,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files, mark what only --all runs, and skip tests that need an accelerator where
-    there is none.
-    """
+    """Order the files, mark the tests of --all as slow, skip those that lack an accelerator."""
     is_partial = any("::" in argument for argument in config.args) or config.getoption("lf", False)
-    _mark_the_rest(items, is_partial=is_partial)
+    _mark_slow_cases(items, is_partial=is_partial)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_SECONDS_OF_SLOW_TESTS))
@@ -160,32 +148,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no accelerator here"))
 
 
-def _mark_the_rest(items: list[pytest.Item], *, is_partial: bool) -> None:
-    """Mark as slow the cases of each test that its `sample` leaves out."""
-    families: dict[str, dict[str, pytest.Item]] = {}
-    marks: dict[str, Any] = {}
+def _mark_slow_cases(items: list[pytest.Item], *, is_partial: bool) -> None:
+    """Mark as slow the cases of each test that its `sample` leaves out.
+
+    The mark names the cases of the sample, or has the number of cases to draw. Raises UsageError
+    for a case that there is not, unless the run `is_partial`.
+    """
+    cases_by_test: dict[str, dict[str, pytest.Item]] = {}
+    samples: dict[str, Any] = {}
     for item in items:
-        if mark := item.get_closest_marker("sample"):
+        mark = item.get_closest_marker("sample")
+        if mark is not None:
             test, _, case = item.nodeid.partition("[")
-            families.setdefault(test, {})[case.removesuffix("]")], marks[test] = item, mark.args
-    for test, cases in families.items():
-        kept = marks[test]
-        if isinstance(kept[0], int):
-            others = [case for case, item in cases.items() if not item.get_closest_marker("slow")]
-            kept = random.Random(test.rpartition("::")[2]).sample(others, min(kept[0], len(others)))
-        if not is_partial and not cases.keys() >= set(kept):
-            raise pytest.UsageError(
-                f"{test}: no such cases to sample: {sorted(set(kept) - cases.keys())}"
-            )
-        for case in cases.keys() - set(kept):
+            cases_by_test.setdefault(test, {})[case.removesuffix("]")] = item
+            samples[test] = mark.args
+    for test, cases in cases_by_test.items():
+        sample = samples[test]
+        if isinstance(sample[0], int):
+            fast = [case for case, item in cases.items() if not item.get_closest_marker("slow")]
+            chances = random.Random(test.rpartition("::")[2])
+            sample = chances.sample(fast, min(sample[0], len(fast)))
+        unknown = sorted(set(sample) - cases.keys())
+        if unknown and not is_partial:
+            raise pytest.UsageError(f"{test}: no such cases to sample: {unknown}")
+        for case in cases.keys() - set(sample):
             cases[case].add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Escape what no encoding has, such as parts of a hostile name: a worker could not send the
-    report.
-    """
+    """Escape text without an encoding, as in hostile names: a worker could not send the report."""
     report = yield
     report.sections = [(name, _encodable(text)) for name, text in report.sections]
     failure = str(report.longrepr or "")
@@ -200,8 +192,9 @@ def _encodable(text: str) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _spread_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Have ext4 put each test's folder into another block group: in a full one it searches past all
-    deleted files.
+    """Let ext4 put each test's folder into another block group.
+
+    In a full group it searches past all deleted files.
     """
     with suppress(FileNotFoundError):  # not Linux
         subprocess.run(
@@ -211,30 +204,28 @@ def _spread_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _launches(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The ranks that the tests of a file run on, see tests/helpers/on_ranks.py."""
+    """Share ranks between the tests of a file, see tests/helpers/on_ranks.py."""
     with launches_of(request.path):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _end_loader_workers() -> Iterator[None]:
-    """End the workers of loaders that a test leaves in a cycle, with the traceback of an error for
-    example.
+    """End the workers of loaders that a test leaves in a cycle, as with the traceback of an error.
 
     The garbage collector ends their queues first, and then waits five seconds for each worker.
     """
     yield
     if multiprocessing.active_children():
-        for each in gc.get_objects():
-            if end := getattr(type(each), "_shutdown_workers", None):
-                end(each)
+        for loader in gc.get_objects():
+            shut_down = getattr(type(loader), "_shutdown_workers", None)
+            if shut_down is not None:
+                shut_down(loader)
 
 
 @pytest.fixture
 def s3() -> Iterator[S3]:
-    """An S3 server on loopback with an empty bucket, s3://bucket, see
-    tests/helpers/s3_server.py.
-    """
+    """Serve S3 on loopback, with an empty bucket s3://bucket, see tests/helpers/s3_server.py."""
     pytest.importorskip("obstore")
     with running_s3() as server:
         yield server
@@ -242,7 +233,7 @@ def s3() -> Iterator[S3]:
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of faulty.c, for LD_PRELOAD: calls to the disk fail, or end their process."""
+    """Compile faulty.c for LD_PRELOAD: calls to the disk fail, or end their process."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs a C compiler, and a loader that takes LD_PRELOAD")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from buckets import new_bucket
 from faulty_stores import Wrapped
-from mounted import mounted, needs_fuse
+from fuse_folders import mounted, needs_fuse
 from small_checkpoints import save
 
 from ft_ckpt import verify

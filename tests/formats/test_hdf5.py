@@ -14,7 +14,7 @@ import torch
 from contract_format import equal, state
 from golden_files import FILES, HERE
 from launch import run_python
-from opened import raw_file
+from raw_files import raw_file
 from seeds import chosen_seed, examples
 
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError

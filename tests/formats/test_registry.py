@@ -12,8 +12,8 @@ import models
 import pytest
 import tiny_format
 import torch
-from opened import raw_file
 from places import ROOT
+from raw_files import raw_file
 from tiny_format import Tiny
 
 import ft_ckpt

@@ -14,7 +14,7 @@ import pytest
 import torch
 from contract_format import bytes_of, filled
 from hypothesis import given, settings, strategies as st
-from opened import raw_file
+from raw_files import raw_file
 from safetensors.torch import save_file
 from seeds import examples
 

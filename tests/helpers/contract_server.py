@@ -129,7 +129,7 @@ def check_all_or_none(
     second.faults.clear()
     send(files.weights[1], first, second)
     send(files.adapters[1], first, second)
-    assert first.held == second.held == str(files.weights[1])
+    assert first.weights_path == second.weights_path == str(files.weights[1])
     assert list(first.adapters) == list(second.adapters)
 
 
@@ -208,7 +208,7 @@ def check_fault(
     check_whole(engines, old, new, what, text, version)
     send(new, *engines)
     for engine in engines:
-        assert engine.held == (str(new) if what == "weights" else old.weights)
+        assert engine.weights_path == (str(new) if what == "weights" else old.weights)
         assert "(loading)" not in engine.weight_version
         assert len(engine.adapters) == (1 if what == "weights" else 2)
 
@@ -231,8 +231,8 @@ def check_whole(
             assert len(engine.adapters) == (1 if text else 2), text
             assert set(old.adapters) <= set(engine.adapters)
             continue
-        assert engine.held == (str(new) if is_new else old.weights), text
-        assert engine.checksums() == engine.sums_of(engine.held)
+        assert engine.weights_path == (str(new) if is_new else old.weights), text
+        assert engine.checksums() == engine.sums_of(engine.weights_path)
         if not is_new:
             assert engine.weight_version == old.version, text
         elif version:
@@ -259,13 +259,13 @@ def check_kill(files: EngineFiles, engine: Engine, old: State, what: str, world:
     engine.put_back(old)
     status = world.run(publish_in_a_process, world, new, engine.url)
     assert status == (-signal.SIGKILL if world.is_met else 0)
-    assert engine.held in (old.weights, str(new))
+    assert engine.weights_path in (old.weights, str(new))
     if engine.weight_version == old.version:
-        assert engine.held == old.weights
+        assert engine.weights_path == old.weights
     if world.number % 2:  # another version than the one that was killed
         send(other, engine)
     send(new, engine)
-    assert engine.held == (str(new) if what == "weights" else old.weights)
+    assert engine.weights_path == (str(new) if what == "weights" else old.weights)
 
 
 class ServerContract:
@@ -356,7 +356,7 @@ class ServerContract:
             assert not engine.adapters
 
     def test_a_rank_that_the_server_refuses(self, files: EngineFiles) -> None:
-        with self.serving(files.base) as large, self.serving(files.base, most_rank=4) as small:
+        with self.serving(files.base) as large, self.serving(files.base, max_rank=4) as small:
             text = failed(files.adapters[0], large, small)
             assert "LoRA rank 8 is greater than max_lora_rank 4" in text
             assert not large.adapters
@@ -391,7 +391,7 @@ class ServerContract:
             versions_before = ("default", "run/checkpoint-1#")
             for path, before in zip(files.weights[:2], versions_before, strict=True):
                 report = send(path, engine)
-                assert engine.held == str(path)
+                assert engine.weights_path == str(path)
                 assert engine.weight_version == report.version
                 assert report.version.startswith(f"run/{path.name}#")
                 assert (report.servers[0].before or "").startswith(before)
@@ -427,7 +427,7 @@ class ServerContract:
             assert reason in text
             engine.traits -= {"cached weights", "half update", "silent half"}
             send(new, engine)
-            assert engine.held == str(new)
+            assert engine.weights_path == str(new)
 
     def test_a_server_without_digests_says_so(self, files: EngineFiles) -> None:
         with self.serving(files.base, traits={"no digests"}) as engine:
@@ -440,7 +440,7 @@ class ServerContract:
             assert send(files.weights[0], engine).servers[0].is_new
             engine.load_weights(str(files.base))  # by somebody who did not tell the version
             assert send(files.weights[0], engine).servers[0].is_new
-            assert engine.held == str(files.weights[0])
+            assert engine.weights_path == str(files.weights[0])
 
     def test_a_server_that_refuses_to_resume_once_is_asked_again(self, files: EngineFiles) -> None:
         with self.serving(files.base) as engine:
@@ -473,7 +473,8 @@ class ServerContract:
             by_client = f"{files.weights[1]}, for the server /not/mounted"
             by_server = "/not/mounted/run/checkpoint-2"
             assert by_client in text or by_server in text
-            assert engine.held == str(files.weights[0])  # a refused path has replaced nothing
+            # a refused path has replaced nothing
+            assert engine.weights_path == str(files.weights[0])
 
     def test_all_servers_or_none(self, files: EngineFiles) -> None:
         with self.serving(files.base) as first, self.serving(files.base) as second:
@@ -490,7 +491,7 @@ class ServerContract:
             for path in (files.weights[1], files.adapters[0]):
                 with pytest.raises(EngineError, match="is the server up"):
                     publish(path, [engine.url, lost.url])
-            assert engine.held == str(files.weights[0])
+            assert engine.weights_path == str(files.weights[0])
             assert not engine.adapters
 
     @pytest.mark.parametrize("request_name", ["pause", "load_weights", "digests"])
@@ -511,7 +512,7 @@ class ServerContract:
             with pytest.raises(KeyboardInterrupt):
                 publish(files.weights[1], engine.url)
             assert not engine.is_paused
-            assert (engine.held, engine.weight_version) == (str(files.weights[0]), version)
+            assert (engine.weights_path, engine.weight_version) == (str(files.weights[0]), version)
         signal.signal(signal.SIGINT, before)
 
     @pytest.mark.slow
@@ -590,7 +591,8 @@ class ServerContract:
             assert "it was restarted, or another publisher has replaced its weights" in text
             for engine in engines:
                 assert f"{engine.url} holds {before} again" in text
-                assert (engine.held, engine.weight_version) == (str(files.weights[0]), before)
+                assert engine.weights_path == str(files.weights[0])
+                assert engine.weight_version == before
 
     def test_an_adapter_that_another_publisher_unloads(self, files: EngineFiles) -> None:
         with self.serving(files.base) as engine:
@@ -619,7 +621,7 @@ class ServerContract:
     ) -> None:
         with self.serving(files.base, traits={"packed"}) as engine:
             for checkpoint in (*files.weights[:2], files.base, files.base):
-                before = engine.held
+                before = engine.weights_path
                 checked = send(checkpoint, engine).servers[0].checked
                 how = "changed with the update; answers differ from those before by up to "
                 if before == str(checkpoint):
@@ -627,4 +629,4 @@ class ServerContract:
                 assert checked.startswith(
                     f"11 of 27 parameters equal to the files; 16 are kept in another layout, {how}"
                 )
-                assert engine.held == str(checkpoint)
+                assert engine.weights_path == str(checkpoint)

@@ -22,29 +22,30 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 PADDING = 64
-_PACKED = tuple(
-    f"{layer}{middle}"
-    for layer in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    for middle in ("", ".base_layer")
+_LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+# the ends of the names of linear layers, with LoRA and without
+_LINEAR_WEIGHTS = (
+    *(f"{layer}.weight" for layer in _LINEAR),
+    *(f"{layer}.base_layer.weight" for layer in _LINEAR),
 )
 _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass
-class Loaded:
+class LoadedAdapter:
     """A loaded adapter."""
 
     path: str
-    digest: str
+    digest: str  # of its tensors; "" if it changes nothing
 
 
 @dataclass(frozen=True)
 class State:
-    """What a server holds."""
+    """The weights, the version and the adapters of a server."""
 
     weights: str  # the folder that they came from
     version: str
-    adapters: dict[str, Loaded]
+    adapters: dict[str, LoadedAdapter]
 
 
 @dataclass
@@ -56,9 +57,9 @@ class Engine(FakeServer):
     half" (it stops there without an error), "ignores adapters" (answers of the base), "own head" (a
     tied head is separate, as in a pipeline), "old head" (a reload keeps the head), "wrong digests",
     "no digests", "fewer digests" (none of the fourth layer), "no digests while paused", "unlisted"
-    (a loaded adapter is not listed), "redirects" (to `elsewhere`), "no dev mode", "sha256" (SGLang:
-    the digests of versions that use SHA-256), "packed" (linear layers are kept in another layout,
-    and so are their digests), "packed once" (this layout is not made again when weights are
+    (a loaded adapter is not listed), "redirects" (to another server), "no dev mode", "sha256"
+    (SGLang: digests of versions that use SHA-256), "packed" (linear layers are kept in another
+    layout, and so are their digests), "packed once" (this layout is not made again when weights are
     replaced), "packed away" (the digests of linear layers are those of no bytes), "once" (traits of
     a reload end with the first one).
     """
@@ -69,18 +70,19 @@ class Engine(FakeServer):
     dtype: torch.dtype | None = None  # compute dtype; None: that of the files
     pads: bool = False  # the vocabulary to a multiple of PADDING
     lora: bool = True
-    most_rank: int = 16
+    max_rank: int = 16
     delay_seconds: float = 0.0
     traits: set[str] = field(default_factory=set)
-    elsewhere: str = ""
+    redirect_url: str = ""
     weight_version: str = "default"
-    adapters: dict[str, Loaded] = field(default_factory=dict)
+    adapters: dict[str, LoadedAdapter] = field(default_factory=dict)
     shards: dict[str, Tensor] = field(default_factory=dict)
     first_digests: dict[str, str] = field(default_factory=dict)
     # digests of layers in the layout that was made first
     packed: dict[str, str] = field(default_factory=dict)
-    held: str = ""  # the folder that the weights came from; "" after half an update
-    summed: tuple[tuple[int, ...], str] | None = None
+    weights_path: str = ""  # the folder that the weights came from; "" after half an update
+    # the ids of the tensors, and the digest of all of them
+    known_digest: tuple[tuple[int, ...], str] | None = None
     patience_seconds: float = 30.0  # how long a completion waits for the end of a pause
     during_pause: list[str] = field(default_factory=list)  # completions requested while paused
     # called before a request is received; may block
@@ -94,19 +96,19 @@ class Engine(FakeServer):
 
     def start(self) -> None:
         """Reset to the state after a start: the first weights, no adapters."""
-        self.shards, self.held = self._read(str(self.base)), str(self.base)
+        self.shards, self.weights_path = self._read(str(self.base)), str(self.base)
         self.adapters, self.weight_version = {}, "default"
         self.running.set()
 
     def state(self) -> State:
-        """What it holds now."""
-        return State(self.held, self.weight_version, dict(self.adapters))
+        """Return what the server holds now."""
+        return State(self.weights_path, self.weight_version, dict(self.adapters))
 
     def put_back(self, state: State) -> None:
-        """Hold that again, with no faults, and forget the requests."""
+        """Hold `state` again, without faults and without a log of requests."""
         self.faults.clear()
         self.requests.clear()
-        self.shards, self.held = self._read(state.weights), state.weights
+        self.shards, self.weights_path = self._read(state.weights), state.weights
         self.weight_version, self.adapters = state.version, dict(state.adapters)
         self.running.set()
 
@@ -114,52 +116,49 @@ class Engine(FakeServer):
     def is_paused(self) -> bool:
         return not self.running.is_set()
 
-    def fail(self, matches: str = "", status: int = 0, **more: Any) -> Fault:
-        """Make a request fail, and no other any more."""
-        self.faults[:] = [Fault(matches, status, **more)]
+    def fail(self, matches: str = "", status: int = 0, **options: Any) -> Fault:
+        """Replace all faults by this one."""
+        self.faults[:] = [Fault(matches, status, **options)]
         return self.faults[0]
 
     def requests_to(self, path: str) -> list[Request]:
-        """The received requests to `path`."""
+        """Return the received requests to `path`."""
         return [request for request in self.requests if request.path == path]
 
     def arrive(self, request: Request) -> None:
-        """Let a test hold the request up."""
+        """Let a test delay the request."""
         self.gate(request)
 
     def refusal(self, fault: Fault) -> Answer:
-        """The engine's own error."""
+        """Return the engine's own error."""
         return Answer(fault.status, _error_text(self.kind, fault.status))
 
     @property
     def changes(self) -> list[str]:
         """The paths of the requests that may change something."""
         harmless = {"/v1/completions", "/weight_checker", "/weights_checker"}
-        return [
-            each.path
-            for each in self.requests
-            if each.method == "POST" and each.path not in harmless
-        ]
+        posted = [request.path for request in self.requests if request.method == "POST"]
+        return [path for path in posted if path not in harmless]
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 by rank and name."""
+        """Return the SHA-256 of each parameter by rank and name."""
         return {name: _sha256(tensor) for name, tensor in self.shards.items()}
 
     def sums_of(self, path: str) -> dict[str, str]:
-        """The checksums after `path` was loaded."""
+        """Return the checksums after `path` was loaded."""
         return {name: _sha256(tensor) for name, tensor in self._read(path).items()}
 
     def _digest_of_weights(self) -> str:
-        """Digests of all parameters, computed again after one was replaced."""
+        """Return the digests of all parameters, computed again after one was replaced."""
         key = tuple(map(id, self.shards.values()))
-        if self.summed is None or self.summed[0] != key:
-            self.summed = (key, "".join(self.checksums().values()))
-        return self.summed[1]
+        if self.known_digest is None or self.known_digest[0] != key:
+            self.known_digest = (key, "".join(self.checksums().values()))
+        return self.known_digest[1]
 
     # Files
 
     def _read(self, path: str) -> dict[str, Tensor]:
-        """The parameters of all ranks, by "tp0:" and name."""
+        """Read the parameters of all ranks, by "tp0:" and name."""
         files = sorted(Path(path).glob("*.safetensors"))
         if not files:
             raise _Refusal(500, f"Cannot find any model weights with `{path}`")
@@ -169,12 +168,11 @@ class Engine(FakeServer):
         config = json.loads((Path(path) / "config.json").read_text())
         if self.dtype is not None:
             stored = {name: tensor.to(self.dtype) for name, tensor in stored.items()}
-        ranks = range(self.ranks)
-        return {
-            f"tp{rank}:{name}": each
-            for rank in ranks
-            for name, each in _shard(self, stored, config, rank)
-        }
+        shards = {}
+        for rank in range(self.ranks):
+            for name, shard in _shard(self, stored, config, rank):
+                shards[f"tp{rank}:{name}"] = shard
+        return shards
 
     def load_weights(self, path: str) -> None:
         """Load in place, tensor by tensor, as `reload_weights` does."""
@@ -185,7 +183,7 @@ class Engine(FakeServer):
         if {"half update", "silent half"} & self.traits:
             names = names[: len(names) // 2]
         self.shards.update({name: new[name] for name in names})
-        self.held = path if len(names) == len(new) else ""
+        self.weights_path = path if len(names) == len(new) else ""
         fails = "half update" in self.traits
         if "once" in self.traits:
             self.traits -= {"half update", "silent half", "old head", "once"}
@@ -193,55 +191,45 @@ class Engine(FakeServer):
             raise _Refusal(500, "CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Read an adapter."""
+        """Load an adapter from the folder `path` under a name."""
         if name in self.adapters:
             advice = "If you want to load the adapter in place, set 'load_inplace' to True."
-            raise _Refusal(
-                400,
-                f"The lora adapter '{name}' has already been loaded. {advice}",
-                "InvalidUserInput",
-            )
+            message = f"The lora adapter '{name}' has already been loaded. {advice}"
+            raise _Refusal(400, message, "InvalidUserInput")
         try:
             settings = json.loads((Path(path) / "adapter_config.json").read_text())
             tensors = load_file(Path(path) / "adapter_model.safetensors")
         except OSError:
-            raise _Refusal(
-                404, f"Loading lora {name} failed: No adapter found for {path}", "NotFoundError"
-            ) from None
-        if settings["r"] > self.most_rank:
-            raise _Refusal(
-                500,
-                f"Call to add_lora method failed: LoRA rank {settings['r']} is greater than "
-                f"max_lora_rank {self.most_rank}.",
-            )
-        known = {
-            key: each
-            for key, each in tensors.items()
-            if any(f".{layer}." in key for layer in _LAYERS)
-        }
-        moving = any(bool(each.any()) for key, each in known.items() if "lora_B" in key)
-        digest = hashlib.sha256(
-            b"".join(_sha256(known[key]).encode() for key in sorted(known))
-        ).hexdigest()
-        self.adapters[name] = Loaded(path, digest if moving else "")
+            message = f"Loading lora {name} failed: No adapter found for {path}"
+            raise _Refusal(404, message, "NotFoundError") from None
+        if settings["r"] > self.max_rank:
+            reason = f"LoRA rank {settings['r']} is greater than max_lora_rank {self.max_rank}."
+            raise _Refusal(500, f"Call to add_lora method failed: {reason}")
+        digests, changes_outputs = "", False
+        for key in sorted(tensors):
+            if any(f".{layer}." in key for layer in _LAYERS):
+                digests += _sha256(tensors[key])
+                changes_outputs |= "lora_B" in key and bool(tensors[key].any())
+        digest = hashlib.sha256(digests.encode()).hexdigest()
+        self.adapters[name] = LoadedAdapter(path, digest if changes_outputs else "")
         self.first_digests.setdefault(name, self.adapters[name].digest)
 
     def log_probabilities(self, adapter: str | None, prompt: Any) -> list[float]:
-        """Five numbers, largest first, derived from the weights, the adapter and the prompt."""
+        """Derive five numbers, largest first, from the weights, the adapter and the prompt."""
         weights = self._digest_of_weights()
         applied = ""
         if adapter is not None and "ignores adapters" not in self.traits:
             applied = self.adapters[adapter].digest
             if "stale names" in self.traits:
                 applied = self.first_digests[adapter]
-        found = hashlib.sha256(f"{weights} {applied} {prompt}".encode()).digest()
-        return sorted((-1 - byte / 64 for byte in found[:5]), reverse=True)
+        digest = hashlib.sha256(f"{weights} {applied} {prompt}".encode()).digest()
+        return sorted((-1 - byte / 64 for byte in digest[:5]), reverse=True)
 
 
 def _shard(
     engine: Engine, stored: dict[str, Tensor], config: dict[str, Any], rank: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of one rank: fused and sharded."""
+    """Yield the parameters of one rank: fused and sharded."""
     heads = config["num_attention_heads"]
     key_heads = config.get("num_key_value_heads", heads)
     middle = ".base_layer." if engine.lora else "."
@@ -253,39 +241,30 @@ def _shard(
         return tensor.tensor_split(parts, dimension)[rank * parts // engine.ranks]
 
     for name, tensor in stored.items():
-        head, _, tail = name.rpartition(".")
-        layer = head.rpartition(".")[2]
+        path, _, kind = name.rpartition(".")
+        parent, _, layer = path.rpartition(".")
         if layer == "q_proj":
-            around = head.removesuffix("q_proj")
             # fewer heads than ranks: several ranks have the same head
-            keys = min(key_heads, engine.ranks)
-            pieces = [
-                cut(tensor, 0),
-                *(cut(stored[f"{around}{each}_proj.{tail}"], 0, keys) for each in "kv"),
-            ]
-            yield f"{around}qkv_proj{middle}{tail}", torch.cat(pieces)
+            parts = min(key_heads, engine.ranks)
+            keys = cut(stored[f"{parent}.k_proj.{kind}"], 0, parts)
+            values = cut(stored[f"{parent}.v_proj.{kind}"], 0, parts)
+            yield f"{parent}.qkv_proj{middle}{kind}", torch.cat([cut(tensor, 0), keys, values])
         elif layer == "gate_proj":
-            around = head.removesuffix("gate_proj")
-            yield (
-                f"{around}gate_up_proj{middle}{tail}",
-                torch.cat(
-                    [cut(stored[f"{around}{each}_proj.{tail}"], 0) for each in ("gate", "up")]
-                ),
-            )
-        elif layer in ("o_proj", "down_proj") and tail == "weight":
-            yield f"{head}{middle}{tail}", cut(tensor, 1)
+            up = stored[f"{parent}.up_proj.{kind}"]
+            yield f"{parent}.gate_up_proj{middle}{kind}", torch.cat([cut(tensor, 0), cut(up, 0)])
+        elif layer in ("o_proj", "down_proj") and kind == "weight":
+            yield f"{path}{middle}{kind}", cut(tensor, 1)
         elif layer in ("embed_tokens", "lm_head"):
-            more = -len(tensor) % PADDING if engine.pads else 0
-            whole = torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
-            yield f"{head}{middle if layer == 'embed_tokens' else '.'}{tail}", cut(whole, 0)
+            padding = -len(tensor) % PADDING if engine.pads else 0
+            padded = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
+            yield f"{path}{middle if layer == 'embed_tokens' else '.'}{kind}", cut(padded, 0)
         elif layer not in ("k_proj", "v_proj", "up_proj"):
             yield name, tensor
 
 
 def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(
-        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()
 
 
 class _Refusal(Exception):  # noqa: N818 - how an action ends early
@@ -296,7 +275,7 @@ class _Refusal(Exception):  # noqa: N818 - how an action ends early
 
 @contextmanager
 def serving(base: Path, kind: str = "vllm", **settings: Any) -> Iterator[Engine]:
-    """A server with the model in `base`, see Engine."""
+    """Serve the model in `base` during the block; `settings` are fields of Engine."""
     engine = Engine(base, kind, **settings)
     with http_server.serving(engine, _Handler):
         try:
@@ -310,18 +289,17 @@ class _Handler(FakeHandler):
     def answer(self, request: Request) -> Answer:
         engine: Engine = self.fake
         if "redirects" in engine.traits:
-            return Answer(307, {}, {"Location": engine.elsewhere + self.path})
+            return Answer(307, {}, {"Location": engine.redirect_url + self.path})
         engine.over.wait(engine.delay_seconds)
         return Answer(*self._result(engine, request))
 
     def _result(self, engine: Engine, request: Request) -> tuple[int, Any]:
         if request.path == "/v1/completions":  # without the lock: it may have to wait
             return self._guarded(_completion, engine, request)
+        is_public = request.path.startswith(("/v1", "/version"))
         with engine.lock:
             action = _ROUTES[engine.kind].get((request.method, request.path))
-            if action is None or (
-                "no dev mode" in engine.traits and not request.path.startswith(("/v1", "/version"))
-            ):
+            if action is None or ("no dev mode" in engine.traits and not is_public):
                 return 404, {"detail": "Not Found"}
             return self._guarded(action, engine, request)
 
@@ -331,40 +309,23 @@ class _Handler(FakeHandler):
         try:
             return 200, action(engine, request)
         except _Refusal as refusal:
+            text = refusal.message
             if engine.kind == "sglang":
-                return 400, {
-                    "success": False,
-                    "message": refusal.message,
-                    "error_message": refusal.message,
-                }
-            error = {
-                "message": refusal.message,
-                "type": refusal.kind,
-                "param": None,
-                "code": refusal.status,
-            }
-            return refusal.status, {"error": error}
+                return 400, {"success": False, "message": text, "error_message": text}
+            facts = {"message": text, "type": refusal.kind, "param": None, "code": refusal.status}
+            return refusal.status, {"error": facts}
         except KeyError as error:
-            return 400, {
-                "error": {
-                    "message": f"1 validation error: missing {error}",
-                    "type": "Bad Request",
-                    "code": 400,
-                }
-            }
+            text = f"1 validation error: missing {error}"
+            return 400, {"error": {"message": text, "type": "Bad Request", "code": 400}}
 
 
 def _error_text(kind: str, status: int) -> dict[str, Any]:
-    """The engine's own error body."""
+    """Return the body of an error as the engine writes it."""
     if status == 404:
         return {"detail": "Not Found"}
     if kind == "sglang":
-        return {
-            "success": False,
-            "message": {400: "Failed to update weights", 409: "The server is busy"}.get(
-                status, "Internal Server Error"
-            ),
-        }
+        messages = {400: "Failed to update weights", 409: "The server is busy"}
+        return {"success": False, "message": messages.get(status, "Internal Server Error")}
     message = {
         400: (
             "1 validation error:\n  {'type': 'missing', 'loc': 'body.action', 'msg': 'Field "
@@ -373,13 +334,8 @@ def _error_text(kind: str, status: int) -> dict[str, Any]:
         409: "Cannot compute checksums while the engine is paused",
     }.get(status, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
     kinds = {400: "Bad Request", 409: "Conflict"}
-    return {
-        "error": {
-            "message": message,
-            "type": kinds.get(status, "InternalServerError"),
-            "code": status,
-        }
-    }
+    error_kind = kinds.get(status, "InternalServerError")
+    return {"error": {"message": message, "type": error_kind, "code": status}}
 
 
 # Requests of both engines
@@ -387,15 +343,12 @@ def _error_text(kind: str, status: int) -> dict[str, Any]:
 
 def _models(engine: Engine, _: Request) -> Any:
     owner = {"object": "model", "created": int(time.time()), "owned_by": engine.kind}
-    found = [
-        {"id": "base", "root": str(engine.base), "parent": None, "max_model_len": 256, **owner}
-    ]
+    base = {"id": "base", "root": str(engine.base), "parent": None, "max_model_len": 256}
+    models = [{**base, **owner}]
     if "unlisted" not in engine.traits:
-        found += [
-            {"id": name, "root": each.path, "parent": "base", **owner}
-            for name, each in engine.adapters.items()
-        ]
-    return {"object": "list", "data": found}
+        for name, adapter in engine.adapters.items():
+            models.append({"id": name, "root": adapter.path, "parent": "base", **owner})
+    return {"object": "list", "data": models}
 
 
 def _completion(engine: Engine, request: Request) -> Any:
@@ -408,17 +361,13 @@ def _completion(engine: Engine, request: Request) -> Any:
         if engine.kind == "sglang":  # a name without the base's is taken for the base
             adapter = model.partition(":")[2] or None
         if model not in ("base", adapter) and engine.kind == "vllm":
-            raise _Refusal(
-                404, f"The model `{model}` does not exist. Valid aliases: base.", "NotFoundError"
-            )
+            message = f"The model `{model}` does not exist. Valid aliases: base."
+            raise _Refusal(404, message, "NotFoundError")
         if adapter is not None and adapter not in engine.adapters:
             raise _Refusal(400, f"The following requested LoRA adapters are not loaded: {adapter}")
-        found = engine.log_probabilities(adapter, request.body["prompt"])
-    logprobs = {
-        "tokens": ["t0"],
-        "token_logprobs": [found[0]],
-        "top_logprobs": [{f"t{place}": each for place, each in enumerate(found)}],
-    }
+        numbers = engine.log_probabilities(adapter, request.body["prompt"])
+    top = {f"t{place}": number for place, number in enumerate(numbers)}
+    logprobs = {"tokens": ["t0"], "token_logprobs": [numbers[0]], "top_logprobs": [top]}
     choice = {"index": 0, "text": "t0", "logprobs": logprobs, "finish_reason": "length"}
     return {"id": "cmpl-1", "object": "text_completion", "model": model, "choices": [choice]}
 
@@ -429,18 +378,13 @@ def _set_version(engine: Engine, request: Request) -> Any:
 
 
 def _pause(engine: Engine, request: Request) -> Any:
-    mode = request.query.get("mode", "abort") if engine.kind == "vllm" else request.body["mode"]
-    if (
-        mode
-        not in {"vllm": ("wait", "keep", "abort"), "sglang": ("abort", "retract", "in_place")}[
-            engine.kind
-        ]
-    ):
-        raise _Refusal(
-            400,
-            "1 validation error:\n  {'type': 'literal_error', 'loc': 'query.mode'}",
-            "Bad Request",
-        )
+    if engine.kind == "vllm":
+        mode, modes = request.query.get("mode", "abort"), ("wait", "keep", "abort")
+    else:
+        mode, modes = request.body["mode"], ("abort", "retract", "in_place")
+    if mode not in modes:
+        message = "1 validation error:\n  {'type': 'literal_error', 'loc': 'query.mode'}"
+        raise _Refusal(400, message, "Bad Request")
     engine.running.clear()
     return {"status": "paused"}
 
@@ -451,29 +395,32 @@ def _resume(engine: Engine, _: Request) -> Any:
 
 
 def _sums(engine: Engine) -> dict[str, str]:
+    """Return the digests that the server reports, by rank and name."""
     if "no digests while paused" in engine.traits and engine.is_paused:
         raise _Refusal(409, "Cannot compute checksums while the engine is paused", "Conflict")
-    found = engine.checksums()
+    sums = engine.checksums()
     if "fewer digests" in engine.traits:
-        found = {name: digest for name, digest in found.items() if ".layers.3." not in name}
+        sums = {name: digest for name, digest in sums.items() if ".layers.3." not in name}
     if {"packed", "packed once", "packed away"} & engine.traits:
-        linear = [
-            name for name in found if name.endswith(tuple(f"{layer}.weight" for layer in _PACKED))
-        ]
-        for name in linear:
-            values = (
-                engine.packed.setdefault(name, found[name])
-                if "packed once" in engine.traits
-                else found[name]
-            )
-            found[name] = hashlib.sha256(
-                b"" if "packed away" in engine.traits else values.encode()
-            ).hexdigest()
+        for name in sums:
+            if name.endswith(_LINEAR_WEIGHTS):
+                sums[name] = _packed_digest(engine, name, sums[name])
     if "wrong digests" in engine.traits:
-        found = {
-            name: hashlib.sha256(digest.encode()).hexdigest() for name, digest in found.items()
-        }
-    return found
+        sums = {name: _digest_of(digest) for name, digest in sums.items()}
+    return sums
+
+
+def _packed_digest(engine: Engine, name: str, digest: str) -> str:
+    """Return the digest of a linear layer that is kept in another layout."""
+    if "packed away" in engine.traits:
+        return _digest_of("")
+    if "packed once" in engine.traits:
+        digest = engine.packed.setdefault(name, digest)
+    return _digest_of(digest)
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # vLLM's
@@ -495,7 +442,7 @@ def _unload_adapter(engine: Engine, request: Request) -> Any:
 
 
 def _reset_prefix_cache(engine: Engine, _: Request) -> Any:
-    engine.first_digests = {name: each.digest for name, each in engine.adapters.items()}
+    engine.first_digests = {name: adapter.digest for name, adapter in engine.adapters.items()}
     return {"success": True}
 
 
@@ -510,7 +457,8 @@ def _weight_checker(engine: Engine, request: Request) -> Any:
     assert request.body == {"action": "checksum"}
     if "no digests" in engine.traits:
         raise _Refusal(404, "Not Found", "NotFoundError")
-    return {"checksums": {f"dp0:pp0:pcp0:{name}": digest for name, digest in _sums(engine).items()}}
+    sums = {f"dp0:pp0:pcp0:{name}": digest for name, digest in _sums(engine).items()}
+    return {"checksums": sums}
 
 
 # SGLang's
@@ -522,7 +470,7 @@ def _done(message: str = "Success.") -> dict[str, Any]:
 
 def _sglang_load(engine: Engine, request: Request) -> Any:
     engine.load_adapter(request.body["lora_name"], request.body["lora_path"])
-    loaded = {name: each.path for name, each in engine.adapters.items()}
+    loaded = {name: adapter.path for name, adapter in engine.adapters.items()}
     return {"success": True, "error_message": "", "loaded_adapters": loaded}
 
 
@@ -545,25 +493,17 @@ def _weights_checker(engine: Engine, request: Request) -> Any:
         raise _Refusal(400, "Unsupported action='checksum'")
     ranks = []
     for rank in range(engine.ranks):
-        mine = {
-            name.partition(":")[2]: each
-            for name, each in _sums(engine).items()
-            if name.startswith(f"tp{rank}:")
-        }
-        if "sha256" not in engine.traits:  # 64 bits of another hash
-            mine = {
-                name: hashlib.md5(each.encode()).hexdigest()[:16] for name, each in mine.items()
-            }
-        whole = hashlib.sha256("".join(mine.values()).encode()).hexdigest()
-        place = {
-            "tp_rank": rank,
-            "tp_size": engine.ranks,
-            "dp_rank": 0,
-            "dp_size": 1,
-            "pp_rank": 0,
-            "pp_size": 1,
-        }
-        ranks.append({"checksums": mine, "per_gpu_checksum": whole, "parallelism_info": place})
+        of_rank = {}
+        for name, digest in _sums(engine).items():
+            owner, _, parameter = name.partition(":")
+            if owner == f"tp{rank}":
+                if "sha256" not in engine.traits:  # 64 bits of another hash
+                    digest = hashlib.md5(digest.encode()).hexdigest()[:16]
+                of_rank[parameter] = digest
+        place = {"tp_rank": rank, "tp_size": engine.ranks}
+        place |= {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
+        whole = _digest_of("".join(of_rank.values()))
+        ranks.append({"checksums": of_rank, "per_gpu_checksum": whole, "parallelism_info": place})
     return {**_done(), "ranks": ranks}
 
 

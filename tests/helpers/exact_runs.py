@@ -1,6 +1,4 @@
-"""Runs that are saved and resumed to the bit: by the same ranks, or by others under another
-wrapper.
-"""
+"""Runs that are saved and resumed to the bit, by the same ranks or by others."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from ft_ckpt.ranks.moving import gather_tensors
 from ft_ckpt.runs.items import RunObjects, run_sources, walk_models
 from ft_ckpt.runs.state import assemble_state, exchange_facts, local_state
 
-TOLD: dict[str, Any] = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
+OPTIONS: dict[str, Any] = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 
 
 def live_model(wrapper: str, model: str, seed: int = 0) -> Live:
@@ -27,13 +25,13 @@ def live_model(wrapper: str, model: str, seed: int = 0) -> Live:
 
 
 def saver_of(live: Live, folder: Path | str, **settings: Any) -> CheckpointSaver[Any]:
-    saver: CheckpointSaver[Any] = CheckpointSaver(live.accelerator, folder, **TOLD, **settings)
+    saver: CheckpointSaver[Any] = CheckpointSaver(live.accelerator, folder, **OPTIONS, **settings)
     saver.register(model=live.model, optimizer=live.optimizer)
     return saver
 
 
 def train(live: Live, saver: CheckpointSaver[Any], first: int, count: int) -> list[float]:
-    """Losses of steps on data that differs by step and rank, each plus a random number."""
+    """Train on data that differs by step and rank; return each loss plus a random number."""
     # tensor parallel: one input
     rank = 0 if hasattr(next(live.model.parameters()), "placements") else RANK
     losses = []
@@ -63,53 +61,49 @@ def exact(wrapper: str, model: str, run: Path | str, **settings: Any) -> None:
         same(after, truth(fresh))
 
 
-def leave(wrapper: str, model: str, folder: Path) -> None:
-    """Leave a run of two steps in a folder, with its weights and moments."""
+def save_run(wrapper: str, model: str, folder: Path) -> None:
+    """Save a run of two steps in a folder, and its weights and moments next to it."""
     live = live_model(wrapper, model)
     with saver_of(live, folder / "run") as saver:
         train(live, saver, 0, 2)
         saver.save_state()
     tensors, moments = truth(live), optimizer_state(live)
     if RANK == 0:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            folder / "truth.safetensors",
-        )
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, folder / "truth.safetensors")
         save_file(moments, folder / "moments.safetensors")
 
 
-def take(wrapper: str, model: str, left: Path) -> None:
-    """Resume the run that `leave` has left, and train on."""
+def resume_run(wrapper: str, model: str, folder: Path) -> None:
+    """Resume the run of `save_run`, and train another step."""
     live = live_model(wrapper, model, seed=1)
-    with saver_of(live, left / "run") as saver:
+    with saver_of(live, folder / "run") as saver:
         progress = saver.resume("must")
         assert (progress.step, progress.report.problems) == (2, ()), progress
-        assert not [line for line in progress.report.differences if "requires_grad" in line], (
-            progress
-        )
-        same(load_file(left / "truth.safetensors"), truth(live))
+        assert "requires_grad" not in " ".join(progress.report.differences), progress
+        same(load_file(folder / "truth.safetensors"), truth(live))
         moments = optimizer_state(live)
         if RANK == 0:
-            same(load_file(left / "moments.safetensors"), moments)
+            same(load_file(folder / "moments.safetensors"), moments)
         train(live, saver, 2, 1)
 
 
 def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors, whole, on rank 0."""
+    """Gather the optimizer's tensors, whole, on rank 0. Collective."""
     objects = RunObjects()
     objects.register({"model": live.model, "optimizer": live.optimizer})
     items = [item for item in objects.items() if item.kind == "optimizer"]
-    found = run_sources(walk_models(live.model, items), items)
+    sources = run_sources(walk_models(live.model, items), items)
     ranks = current_ranks()
-    local = local_state(items, found, {})
-    facts, trees = exchange_facts(local, items, ranks, found)
-    state = assemble_state(local, facts, trees, items, found, ranks.rank)
-    return gather_tensors(
-        [entry.source for entry in state.entries if entry.source is not None], ranks
-    )
+    local = local_state(items, sources, {})
+    facts, trees = exchange_facts(local, items, ranks, sources)
+    state = assemble_state(local, facts, trees, items, sources, ranks.rank)
+    stored = [entry.source for entry in state.entries if entry.source is not None]
+    return gather_tensors(stored, ranks)
 
 
-def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
-    assert expected.keys() == found.keys(), expected.keys() ^ found.keys()
-    different = [name for name in expected if not torch.equal(expected[name], found[name])]
+def same(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> None:
+    """Assert the same names, and for each the same values."""
+    assert expected.keys() == actual.keys(), expected.keys() ^ actual.keys()
+    different = [name for name in expected if not torch.equal(expected[name], actual[name])]
     assert not different, different

@@ -1,5 +1,4 @@
-"""One disturbed run after another: a fault, a kill or a delay at each call of the disk, of the
-system, of a store, of a server.
+"""Faults, kills and delays at each call of an action: to the disk, the system, a store, a server.
 
     def trial(world):
         folder = prepared(tmp_path / world.name)
@@ -55,8 +54,9 @@ class Calls:
     faults: Sequence[str] = ()
 
     def run(self, world: "World", action: Callable[..., Any], *arguments: Any) -> Any:
-        """Do `action` in that world; write down there how many calls it made, and whether the fault
-        came.
+        """Do `action` in that world.
+
+        Sets its `count`, the calls that were made, and `is_met`.
         """
         raise NotImplementedError
 
@@ -103,13 +103,11 @@ class World:
 
 @dataclass
 class Report:
-    """What was tried: the number of calls that can be met, and how many worlds came to their call
-    or ended before.
-    """
+    """The number of calls that a fault can meet, and of worlds whose fault has met one or not."""
 
     calls: int
     met: int = 0
-    missed: int = 0
+    missed: int = 0  # the action ended before its call
 
 
 def try_worlds(
@@ -119,11 +117,10 @@ def try_worlds(
     max_worlds: int = 0,
     may_be_idle: bool = False,
 ) -> Report:
-    """Call `trial` in an undisturbed world of each of `calls`, and then in one for each call and
-    fault.
+    """Call `trial` in an undisturbed world of each of `calls`, then in one for each call and fault.
 
-    With the seed 0 it interferes at each `every`th call. With `max_worlds`, so many worlds are
-    drawn. With `may_be_idle` it may make no call that a fault could meet.
+    With the seed 0, faults come at each `every`th call. With `max_worlds`, so many worlds are
+    drawn. With `may_be_idle` the trial may make no call that a fault could meet.
     """
     worlds, count = [], 0
     for kind in calls:
@@ -131,8 +128,8 @@ def try_worlds(
         trial(undisturbed)
         count += undisturbed.count
         step = every if os.environ["FT_CKPT_SEED"] == "0" else 1
-        numbers = range(1, undisturbed.count + 1, step)
-        worlds += [World(kind, fault, number) for number in numbers for fault in kind.faults]
+        for number in range(1, undisturbed.count + 1, step):
+            worlds += [World(kind, fault, number) for fault in kind.faults]
     assert count or may_be_idle, "it makes no call that a fault could meet"
     if max_worlds:
         worlds = random.Random(chosen_seed()).sample(worlds, min(max_worlds, len(worlds)))
@@ -152,13 +149,13 @@ def _tried(trial: Callable[[World], object], worlds: Sequence[World], report: Re
         report.missed += not world.is_met
     print(report)
     if failed:
-        lines = [
-            f"{world.name}: {type(error).__name__}: {error}" for world, error in failed[:_MAX_SHOWN]
-        ]
+        lines = [f"{len(failed)} of {len(worlds)} worlds failed"]
+        for world, raised in failed[:_MAX_SHOWN]:
+            lines.append(f"{world.name}: {type(raised).__name__}: {raised}")
         test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
-        again = f"to repeat the first: FT_CKPT_WORLD={failed[0][0].name} python -m pytest '{test}'"
-        text = "\n".join([f"{len(failed)} of {len(worlds)} worlds failed", *lines, again])
-        raise AssertionError(text) from failed[0][1]
+        name = failed[0][0].name
+        lines.append(f"to repeat the first: FT_CKPT_WORLD={name} python -m pytest '{test}'")
+        raise AssertionError("\n".join(lines)) from failed[0][1]
     return report
 
 
@@ -194,17 +191,17 @@ def _counting(
     action: Callable[..., Any],
     *arguments: Any,
 ) -> Any:
-    """Do `action`; `memory` has the number of its `calls` to the disk."""
+    """Do `action` and count its `calls` to the disk in `memory`, in the first eight bytes."""
 
     def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **more: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             count = int.from_bytes(memory[:8], "little") + 1
             memory[:8] = count.to_bytes(8, "little")
             if count == world.number:
                 if name == "rmtree":
                     _remove_half(Path(args[0]))
                 _interfere(world.fault)
-            return None if name == "fsync" else real(*args, **more)
+            return None if name == "fsync" else real(*args, **options)
 
         return call
 
@@ -227,9 +224,7 @@ def _remove_half(folder: Path) -> None:
 
 
 def _in_this_process(world: World, action: Callable[[], Any]) -> Any:
-    """The result of `action`; None if the fault came out of it, as itself or as an error of
-    ft_ckpt.
-    """
+    """Return the result of `action`; None if it raised the fault, or an error of ft_ckpt for it."""
     try:
         return action()
     except (KeyboardInterrupt, TargetError):
@@ -239,19 +234,18 @@ def _in_this_process(world: World, action: Callable[[], Any]) -> Any:
 
 
 def _in_a_fork(world: World, action: Callable[[], Any]) -> None:
-    status, said = _forked(action)
+    status, error = _forked(action)
     is_killed = world.fault == "killed" and os.WIFSIGNALED(status)
-    assert is_killed or os.waitstatus_to_exitcode(status) == 0, said
+    assert is_killed or os.waitstatus_to_exitcode(status) == 0, error
 
 
 def in_child(action: Callable[[], object]) -> str:
-    """Run `action` in a forked process; "" if it returned, else the type and text of its
-    exception.
-    """
+    """Run `action` in a forked process; return the type and text of its exception, or ""."""
     return _forked(action)[1]
 
 
 def _forked(action: Callable[[], object]) -> tuple[int, str]:
+    """Run `action` in a forked process; return its wait status and its exception as text."""
     end, start = os.pipe()
     child = os.fork()
     if child == 0:
@@ -263,15 +257,15 @@ def _forked(action: Callable[[], object]) -> tuple[int, str]:
         os._exit(0)
     os.close(start)
     with os.fdopen(end, encoding="utf-8") as pipe:
-        said = pipe.read()
-    return os.waitpid(child, 0)[1], said
+        text = pipe.read()
+    return os.waitpid(child, 0)[1], text
 
 
 class Requests(Calls):
-    """The requests to the stores of `world.watch`: "stopped" ends the action as a kill would,
-    "refused" is an error.
+    """The requests to the stores of `world.watch`.
 
-    A stopped process makes no more requests: those in its `finally` are stopped as well.
+    "refused" is an error. "stopped" ends the action as a kill would: requests in its `finally` are
+    stopped as well.
     """
 
     def __init__(self, fault: str) -> None:
@@ -296,11 +290,10 @@ class Requests(Calls):
 
 
 class Server(Calls):
-    """The requests to an HTTP fake; each fault has a name and the fields of a `Fault`
-    (http_server.py).
+    """The requests to an HTTP fake.
 
-    A fault whose name begins with "killed" kills the process `world.process`, before the request is
-    answered.
+    Each fault has a name and the fields of a `Fault` (http_server.py). One whose name begins with
+    "killed" kills the process `world.process` before the request is answered.
     """
 
     def __init__(self, server: FakeServer, faults: Mapping[str, Mapping[str, Any]]) -> None:
@@ -308,9 +301,9 @@ class Server(Calls):
         self.faults = tuple(faults)
 
     def run(self, world: World, action: Callable[..., Any], *arguments: Any) -> Any:
-        begun = self.server.asked
+        count_before = self.server.request_count
         if world.fault:
-            fault = Fault(at=begun + world.number, **self.fields[world.fault])
+            fault = Fault(at=count_before + world.number, **self.fields[world.fault])
             if world.fault.startswith("killed") and fault.then is None:
                 fault.then = world.kill
             self.server.faults = [fault]
@@ -318,24 +311,25 @@ class Server(Calls):
             return action(*arguments)
         finally:
             self.server.faults = []
-            world.count = self.server.asked - begun
+            world.count = self.server.request_count - count_before
             world.is_met = 0 < world.number <= world.count
 
 
 @contextmanager
 def writes(before: Callable[[], Any] = lambda: None) -> Iterator[list[int]]:
-    """Sizes of the blocks written to files while the block runs; `before` runs before each write,
-    and may raise.
+    """List the sizes of the writes to files during the block, in bytes.
+
+    `before` is called before each write, and may raise.
     """
-    real, written = os.pwrite, []
+    real, sizes = os.pwrite, []
 
     def pwrite(descriptor: int, data: Any, offset: int) -> int:
         before()
-        written.append(real(descriptor, data, offset))
-        return written[-1]
+        sizes.append(real(descriptor, data, offset))
+        return sizes[-1]
 
     os.pwrite = pwrite
     try:
-        yield written
+        yield sizes
     finally:
         os.pwrite = real

@@ -29,10 +29,10 @@ class SaverNotMadeError(Exception):
 def on_two_nodes(
     act: Callable[[], Any], faulty_rank: int, enter: _Enter = lambda rank: None
 ) -> Any:
-    """What `act` returns on rank 0 of two nodes; only calls of `faulty_rank` fail.
+    """Call `act` on two ranks, on a node each; return the result of rank 0.
 
-    Each rank calls `enter` with its number first. An error is raised on both, and names the node;
-    after a `SaverNotMadeError` the other rank is ended.
+    Only calls of `faulty_rank` fail. Each rank calls `enter` with its number first. An error is
+    raised on both, and names the node; after a `SaverNotMadeError` the other rank is ended.
     """
     with tempfile.TemporaryDirectory() as local:
         store = Path(local, "store")
@@ -64,7 +64,7 @@ def on_two_nodes(
 
 
 def on_client(clients: list[str], place: Path) -> _Enter:
-    """What `on_two_nodes` enters: a node that has the mount point of its client at `place`."""
+    """Return how a rank of `on_two_nodes` enters its node: its client's mount point is `place`."""
 
     def enter(rank: int) -> None:
         take_disk(place, Path(clients[rank]))
@@ -87,14 +87,9 @@ def _be_rank(
     if rank != faulty_rank:
         disarm()
     enter(rank)
-    names = {
-        "RANK": rank,
-        "WORLD_SIZE": 2,
-        "LOCAL_RANK": rank,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 1,
-    }
-    os.environ |= {name: str(value) for name, value in names.items()}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, **address}
+    os.environ |= {name: str(value) for name, value in variables.items()}
     socket.gethostname = lambda: f"node-{rank}"
     distributed.init_process_group(
         "gloo",

@@ -1,5 +1,4 @@
-"""Wrappers of a working store: a watch with a hook at each request, to count, refuse, stop or order
-them; damage; time.
+"""Wrappers of a working store: requests are counted, refused, stopped or ordered; objects age.
 
 They are passed in, instead of patching calls.
 """
@@ -7,7 +6,7 @@ They are passed in, instead of patching calls.
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -37,9 +36,7 @@ class Stopped(BaseException):
 
 
 class Watch:
-    """The hook for the requests of its stores, the names of these requests, and the simulated age
-    of their objects.
-    """
+    """A hook for the requests to its stores, their names, and the simulated age of objects."""
 
     def __init__(self, hook: Hook = lambda call, where: None) -> None:
         self.hook = hook
@@ -51,9 +48,9 @@ class Watch:
         return WatchedStore(inner, self)
 
     def age(self, inner: Store, seconds: float) -> None:
-        """Let time pass: make all present objects older."""
-        for each in inner.list():
-            key = (inner.where(each.name), each.version, each.modified)
+        """Make all present objects older by `seconds`."""
+        for stored in inner.list():
+            key = (inner.where(stored.name), stored.version, stored.modified)
             self.older[key] = self.older.get(key, 0) + seconds
 
 
@@ -79,19 +76,22 @@ class WatchedStore(Wrapped):
         return None if above is None else WatchedStore(above, self.watch)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.inner, name)
+        attribute = getattr(self.inner, name)
         if name not in (*READS, *WRITES):
-            return found
+            return attribute
 
-        def told(*args: Any, **more: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> Any:
             self.watch.calls.append(name)
-            self.watch.hook(name, self._told_name(args))
-            return self._as_of_now(found(*args, **more))
+            self.watch.hook(name, self._urls_of(args))
+            return self._as_of_now(attribute(*args, **options))
 
-        return told
+        return watched
 
-    def _told_name(self, args: tuple[Any, ...]) -> str:
-        names = [args[0]] if args and isinstance(args[0], str) else list(args[0]) if args else []
+    def _urls_of(self, args: tuple[Any, ...]) -> str:
+        """Return the URLs of the requested objects, or that of the store."""
+        names = args[0] if args else []
+        if isinstance(names, str):
+            names = [names]
         return " ".join(self.inner.where(name) for name in names) or self.inner.url
 
     def _as_of_now(self, result: Any) -> Any:
@@ -99,9 +99,10 @@ class WatchedStore(Wrapped):
             key = (self.inner.where(result.name), result.version, result.modified)
             return replace(result, modified=result.modified - self.watch.older.get(key, 0))
         if isinstance(result, list):
-            return [self._as_of_now(each) for each in result]
+            return [self._as_of_now(stored) for stored in result]
         if isinstance(result, FolderListing):
-            return replace(result, objects=tuple(self._as_of_now(each) for each in result.objects))
+            objects = tuple(self._as_of_now(stored) for stored in result.objects)
+            return replace(result, objects=objects)
         if hasattr(result, "read_into"):
             return _WatchedFile(result, self.watch)
         return result
@@ -120,9 +121,7 @@ class _WatchedFile:
 
 
 def refusing(calls: Iterable[str], part: str = "") -> Hook:
-    """A hook that refuses those calls for URLs with that part, as a store without permission
-    does.
-    """
+    """Return a hook that refuses `calls` for URLs that contain `part`, as without permission."""
 
     def hook(call: str, where: str) -> None:
         if call in calls and part in where:
@@ -136,25 +135,21 @@ def refusing(calls: Iterable[str], part: str = "") -> Hook:
 
 
 class TornStore(Wrapped):
-    """Objects with a prefix are cut short: `read` returns half of a range, an open file raises
-    CorruptError.
-    """
+    """Cuts objects with a prefix short: `read` returns half a range, files raise CorruptError."""
 
     def __init__(self, inner: Store, prefix: str = "") -> None:
         super().__init__(inner)
         self.prefix = prefix
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        found = self.inner.read(name, start, stop)
-        return found[: len(found) // 2] if name.startswith(self.prefix) else found
+        data = self.inner.read(name, start, stop)
+        return data[: len(data) // 2] if name.startswith(self.prefix) else data
 
     def open(self, name: str) -> Readable:
-        found = self.inner.open(name)
-        return (
-            _TornFile(found, name, found.size_bytes, found.version)
-            if name.startswith(self.prefix)
-            else found
-        )
+        file = self.inner.open(name)
+        if name.startswith(self.prefix):
+            return _TornFile(file, name, file.size_bytes, file.version)
+        return file
 
 
 @dataclass
@@ -164,14 +159,12 @@ class _TornFile:
     size_bytes: int
     version: str
     can_map = False
-    asked: list[int] = field(default_factory=list)
 
     @property
     def where(self) -> str:
         return self.inner.where
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
-        self.asked.append(len(memory))
         raise CorruptError(
             f"{self.name}: {len(memory) // 2} bytes came, expected {len(memory)}; it was cut short"
         )
@@ -188,9 +181,7 @@ class _TornFile:
 
 @contextmanager
 def unseen_files(prefix: str) -> Iterator[None]:
-    """Hide objects with a prefix from reads of local stores in this process, as on a disk that is
-    not shared.
-    """
+    """Hide objects with a prefix from `read` of local stores, as on a disk that is not shared."""
     real = LocalStore.read
 
     def read(store: LocalStore, name: str, *part: int) -> bytes:
@@ -206,11 +197,10 @@ def unseen_files(prefix: str) -> Iterator[None]:
 def all_interleavings(
     actors: Callable[[], "list[Callable[[Hook], object]]"], check: Callable[[], object]
 ) -> int:
-    """Run `actors` in threads, one request at a time, in every order, and `check` after each; the
-    number of orders.
+    """Run the actors in threads, one request at a time, in every order; return how many there are.
 
-    `actors` creates them and their data for each order. An actor that repeats a listing directly
-    waits for the others.
+    `actors` creates them and their data for each order, after which `check` is called. An actor
+    that repeats a listing directly waits for the others.
     """
     runs, prefixes = 0, list[tuple[int, ...]]([()])
     while prefixes:
@@ -223,12 +213,12 @@ def all_interleavings(
 
 
 class _Order:
-    """One order of requests: the actors in `prefix`, by number, then always the first that is
-    ready.
-    """
+    """One order of requests: the actors in `prefix`, by number, then always the first ready one."""
 
     def __init__(self, prefix: tuple[int, ...]) -> None:
-        self.prefix, self.taken, self.could = prefix, list[int](), list[list[int]]()
+        self.prefix = prefix
+        self.turns = list[int]()  # the actor of each request
+        self.choices = list[list[int]]()  # the actors that could make it
         self.change = threading.Condition()
         self.waiting, self.alive, self.turn = dict[int, tuple[str, str]](), set[int](), -1
         self.last: tuple[int, tuple[str, str]] | None = None
@@ -236,26 +226,25 @@ class _Order:
 
     def run(self, actors: list[Callable[[Hook], object]]) -> None:
         self.alive = set(range(len(actors)))
-        threads = [
-            threading.Thread(target=self._play, args=(number, each))
-            for number, each in enumerate(actors)
-        ]
+        threads = []
+        for number, actor in enumerate(actors):
+            threads.append(threading.Thread(target=self._act, args=(number, actor)))
         for thread in threads:
             thread.start()
-        self._lead()
+        self._choose_turns()
         for thread in threads:
             thread.join()
         if self.errors:
             raise self.errors[0]
 
     def others(self) -> Iterator[tuple[int, ...]]:
-        """The prefixes of the orders that differ first after this one's prefix."""
-        for at in range(len(self.prefix), len(self.taken)):
-            for other in self.could[at]:
-                if other != self.taken[at]:
-                    yield (*self.taken[:at], other)
+        """Yield the prefixes of the orders that differ first after this one's prefix."""
+        for place in range(len(self.prefix), len(self.turns)):
+            for other in self.choices[place]:
+                if other != self.turns[place]:
+                    yield (*self.turns[:place], other)
 
-    def _play(self, number: int, actor: Callable[[Hook], object]) -> None:
+    def _act(self, number: int, actor: Callable[[Hook], object]) -> None:
         try:
             with suppress(Stopped):
                 actor(lambda name, where: self._wait(number, (name, where)))
@@ -274,19 +263,19 @@ class _Order:
             self.last = number, self.waiting.pop(number)
             self.turn = -1
 
-    def _lead(self) -> None:
+    def _choose_turns(self) -> None:
+        """Let the actors make one request at a time, until all have ended."""
         with self.change:
             while self.alive:
                 self.change.wait_for(lambda: self.turn == -1 and self.waiting.keys() >= self.alive)
                 if not self.alive:
                     return
-                could = [each for each in sorted(self.alive) if not self._polls(each)] or sorted(
-                    self.alive
-                )
-                at = len(self.taken)
-                self.turn = self.prefix[at] if at < len(self.prefix) else could[0]
-                self.could.append(could)
-                self.taken.append(self.turn)
+                alive = sorted(self.alive)
+                choices = [number for number in alive if not self._polls(number)] or alive
+                place = len(self.turns)
+                self.turn = self.prefix[place] if place < len(self.prefix) else choices[0]
+                self.choices.append(choices)
+                self.turns.append(self.turn)
                 self.change.notify_all()
 
     def _polls(self, number: int) -> bool:
@@ -295,9 +284,7 @@ class _Order:
 
 @contextmanager
 def as_client(kind: str, number: int) -> Iterator[None]:
-    """Let a save take folders for a file system of this kind, and this process for its client
-    `number`.
-    """
+    """Let saves see folders on a file system of this kind, and this process as its client."""
     real = shared_folders._view_of
     mount = {"point": "/mnt", "kind": kind, "source": "server:/data"}
 

@@ -10,10 +10,11 @@ from ft_ckpt.ranks.wrappers import ModelTensors
 
 
 def full_state_dict(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Copies by canonical names, on the host of rank 0; `{}` on other ranks.
+    """Copy the tensors to the host of rank 0, by canonical names; `{}` on other ranks.
 
-    Collective. `names` limits it.
+    Collective. `names` chooses some of them.
     """
-    found = ModelTensors(model).sources()
-    chosen = [found[name] for name in (names if names is not None else found)]
-    return gather_tensors(chosen, current_ranks())
+    sources = ModelTensors(model).sources()
+    if names is None:
+        names = list(sources)
+    return gather_tensors([sources[name] for name in names], current_ranks())

@@ -1,6 +1,4 @@
-"""The objects in the golden files, which ft_ckpt 0.2 and 0.3 wrote and every later version
-reads.
-"""
+"""The objects in the golden files, which ft_ckpt 0.2 and 0.3 wrote and later versions read."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,7 +12,7 @@ HERE = TESTS / "golden"
 
 
 def flat() -> dict[str, torch.Tensor]:
-    """A state dict of a few dtypes; values are exact, so that no library can change them."""
+    """Make a state dict of a few dtypes; values are exact, so that no library can change them."""
     return {
         "layers.0.weight": (torch.arange(128.0 * 300) % 251).view(128, 300).to(torch.bfloat16),
         "layers.0.bias": torch.arange(5.0),
@@ -25,7 +23,7 @@ def flat() -> dict[str, torch.Tensor]:
 
 
 def nested() -> dict[object, object]:
-    """A state with every kind of description of a leaf."""
+    """Make a state with every kind of description of a leaf."""
     weight = torch.arange(6.0).view(2, 3)
     return {
         "model": OrderedDict([("w", weight), ("tied", weight), ("a/b", torch.arange(3))]),

@@ -3,7 +3,7 @@
     # the next two requests that match
     server.faults.append(Fault("PUT .*ft_ckpt.json", 503, times=2))
     # the 7th from now: it is done, the answer is lost
-    server.faults.append(Fault(at=server.asked + 7, cuts="after"))
+    server.faults.append(Fault(at=server.request_count + 7, cuts="after"))
     # every large one
     is_large = lambda request: request.size_bytes > 1000
     server.faults.append(Fault(is_large, 403, code="ExpiredToken", times=99))
@@ -119,7 +119,7 @@ class FakeServer:
         self.over = threading.Event()  # set at the end, for requests that wait
 
     @property
-    def asked(self) -> int:
+    def request_count(self) -> int:
         """Number of requests so far."""
         return len(self.requests)
 
@@ -134,7 +134,7 @@ class FakeServer:
         """Log a request; return the fault that applies to it, an empty one if none does."""
         with self.lock:
             self.requests.append(request)
-            request.number = self.asked
+            request.number = self.request_count
             return next((fault for fault in self.faults if fault.befalls(request)), Fault())
 
     def refusal(self, fault: Fault) -> Answer:

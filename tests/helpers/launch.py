@@ -1,5 +1,4 @@
-"""Run a worker on several ranks and collect the outcome of each case on each rank; or run one
-program.
+"""Programs of tests: a worker on several ranks, its cases with their errors, or one program.
 
 Processes are forked from one that has loaded the libraries: a fresh interpreter takes seconds to
 load them.
@@ -26,7 +25,9 @@ import extensions
 import psutil
 from places import HELPERS, WORKERS, python_path
 
-NURSERY = "FT_CKPT_TEST_NURSERY"  # the variable that names the socket of tests/helpers/nursery.py
+FORK_SERVER = (
+    "FT_CKPT_TEST_FORK_SERVER"  # the variable that names the socket of tests/helpers/fork_server.py
+)
 TIMED_OUT = -1
 # a case that kills its process costs one launch; more such cases are not worth waiting for
 MAX_LAUNCHES = 4
@@ -47,15 +48,16 @@ def launch(
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run `tests/workers/{worker}.py` on `ranks` processes for at most `timeout` seconds; leaves no
-    process behind.
+    """Run `tests/workers/{worker}.py` on `ranks` processes for at most `timeout` seconds.
+
+    No process is left afterwards.
     """
     # The worker prints every rank's stack shortly before it would be killed.
     environment = {"STACKS_AFTER": str(max(timeout - 15, timeout / 2)), **(env or {})}
     with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
         path = Path(log.name)
         with _begun(WORKERS / f"{worker}.py", args, ranks, environment, path, path) as process:
-            returncode = _nursery().end(process, timeout)
+            returncode = _fork_server().end(process, timeout)
         extensions.drop_stale_locks()  # a rank may have been killed while it held one
         log.seek(0)
         return Result(log.read(), returncode)
@@ -69,7 +71,7 @@ def run_cases(
     timeout: float = 180,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The error of each case, over all ranks ("" if there was none).
+    """Run the cases of a worker; return the errors of each over all ranks, or "".
 
     A case that kills its process gets the log as its error, and the cases after it are launched
     again, so that one crash does not hide the others. A launch that does not end after its last
@@ -88,9 +90,8 @@ def run_cases(
         if crashed is None and result.returncode == TIMED_OUT:
             crashed = remaining[-1]
         if crashed is not None:
-            errors[crashed] = (
-                f"the process ended with status {result.returncode}\n{result.log[-6000:]}"
-            )
+            end = f"the process ended with status {result.returncode}"
+            errors[crashed] = f"{end}\n{result.log[-6000:]}"
     return {case: errors.get(case, "not run: too many cases before it crashed") for case in cases}
 
 
@@ -109,35 +110,34 @@ def run_python(
     with _program(code) as (script, output, errors):
         with _begun(script, args, 0, env or {}, output, errors, cwd) as process:
             begun(process)
-            returncode = _nursery().end(process, timeout)
-        return subprocess.CompletedProcess(
-            [code, *map(str, args)], returncode, output.read_text(), errors.read_text()
-        )
+            returncode = _fork_server().end(process, timeout)
+        command, texts = [code, *map(str, args)], (output.read_text(), errors.read_text())
+        return subprocess.CompletedProcess(command, returncode, *texts)
 
 
 def run_and_signal(
     code: str, *args: object, until: Callable[[TextIO], object], number: int = signal.SIGKILL
 ) -> "subprocess.CompletedProcess[str]":
-    """Like `run_python`, with a signal as soon as `until` has read the output it needs; returns the
-    rest of it.
+    """Run `code` as `run_python` does, with a signal after `until` has read the output it needs.
+
+    The rest of the output is returned.
     """
     with _program(code) as (script, output, errors):
         output.unlink()
         os.mkfifo(output)
         with _begun(script, args, 0, {}, output, errors) as process:
-            with output.open() as said:
-                until(said)
+            with output.open() as lines:
+                until(lines)
                 os.kill(process, number)
-                rest = said.read()
-            returncode = _nursery().end(process, 60)
-        return subprocess.CompletedProcess(
-            [code, *map(str, args)], returncode, rest, errors.read_text()
-        )
+                rest = lines.read()
+            returncode = _fork_server().end(process, 60)
+        command = [code, *map(str, args)]
+        return subprocess.CompletedProcess(command, returncode, rest, errors.read_text())
 
 
 @contextmanager
 def _program(code: str) -> Iterator[tuple[Path, Path, Path]]:
-    """A script of that code, and empty files for its output and its errors."""
+    """Write a script with that code, and empty files for its output and its errors."""
     with tempfile.TemporaryDirectory() as name:
         script, output, errors = (Path(name, file) for file in ("program.py", "output", "errors"))
         script.write_text(code, encoding="utf-8")
@@ -151,45 +151,45 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **fixed, **extra}
 
 
-def share_nursery() -> None:
+def start_fork_server() -> None:
     """Start the server that forks launches, for this process and its children."""
-    folder = tempfile.mkdtemp(prefix="nursery-")
+    folder = tempfile.mkdtemp(prefix="fork-server-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # pyarrow, which older libraries load, starts an allocator thread, but the server may fork with
     # one thread only
-    single = {
+    one_thread = {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "JE_ARROW_MALLOC_CONF": "background_thread:false",
     }
     path = str(Path(folder, "socket"))
-    with socket.socket(socket.AF_UNIX) as waiting:
-        waiting.bind(path)
-        waiting.listen()  # clients wait in the queue until the libraries are loaded
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()  # clients wait in the queue until the libraries are loaded
         server = subprocess.Popen(
-            [sys.executable, str(HELPERS / "nursery.py"), str(waiting.fileno())],
+            [sys.executable, str(HELPERS / "fork_server.py"), str(listener.fileno())],
             stdin=subprocess.PIPE,  # it ends with this process, however that ends
-            env={**os.environ, **single, "HF_HUB_OFFLINE": "1"},
-            pass_fds=[waiting.fileno()],
+            env={**os.environ, **one_thread, "HF_HUB_OFFLINE": "1"},
+            pass_fds=[listener.fileno()],
             start_new_session=True,
         )
     atexit.register(server.kill)
-    os.environ[NURSERY] = path
+    os.environ[FORK_SERVER] = path
 
 
-class Nursery:
+class ForkServer:
     """A connection with the server, which runs one program or launch at a time for it."""
 
     def __init__(self) -> None:
-        if NURSERY not in os.environ:
-            share_nursery()
+        if FORK_SERVER not in os.environ:
+            start_fork_server()
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.connect(os.environ[NURSERY])
+        self.socket.connect(os.environ[FORK_SERVER])
         self.socket.sendall(b" ")  # without file descriptors, see worker.py
-        assert self.answer() == "ready", "tests/helpers/nursery.py did not start"
+        assert self.answer() == "ready", "tests/helpers/fork_server.py did not start"
 
     def answer(self) -> str:
-        """One line of the server.
+        """Read one line of the server.
 
         A buffered read may take two at once, and `select` never sees the second.
         """
@@ -197,7 +197,7 @@ class Nursery:
         while not line.endswith(b"\n"):
             byte = self.socket.recv(1)
             if not byte:
-                raise EOFError(f"tests/helpers/nursery.py ended after {line!r}")
+                raise EOFError(f"tests/helpers/fork_server.py ended after {line!r}")
             line += byte
         return line.decode().strip()
 
@@ -211,23 +211,18 @@ class Nursery:
         errors: Path,
         cwd: Path | None = None,
     ) -> int:
-        """The id of a process that the server forks; `env` is added to this process's variables."""
-        arguments = [str(argument) for argument in args]
-        folder = str(cwd or Path.cwd())
-        request = [
-            str(script),
-            arguments,
-            ranks,
-            _environment(env),
-            folder,
-            str(output),
-            str(errors),
-        ]
+        """Let the server fork a process; return its id.
+
+        `env` is added to the variables of this process.
+        """
+        arguments, folder = [str(argument) for argument in args], str(cwd or Path.cwd())
+        program = [str(script), arguments, ranks]
+        request = [*program, _environment(env), folder, str(output), str(errors)]
         self.socket.sendall(json.dumps(request).encode() + b"\n")
         return int(self.answer())
 
     def end(self, process: int, timeout: float) -> int:
-        """Wait for the process: its exit status, or TIMED_OUT if it had to be killed."""
+        """Wait for the process; return its exit status, or TIMED_OUT if it had to be killed."""
         ended = select.select([self.socket], [], [], timeout)[0]
         if not ended:
             _kill_tree(process)
@@ -236,9 +231,9 @@ class Nursery:
 
 
 @cache
-def _nursery() -> Nursery:
-    """The connection of this process with the server."""
-    return Nursery()
+def _fork_server() -> ForkServer:
+    """Return the connection of this process with the server."""
+    return ForkServer()
 
 
 @contextmanager
@@ -251,18 +246,18 @@ def _begun(
     errors: Path,
     cwd: Path | None = None,
 ) -> Iterator[int]:
-    """The id of a process that the server forks, and that the block ends.
+    """Let the server fork a process, whose id the block gets, and which the block ends.
 
     If the block raises, as at a test's timeout, the process is killed and the connection closed:
     the next launch would read the answer that was left in it.
     """
-    server = _nursery()
+    server = _fork_server()
     process = server.begin(script, args, ranks, env, output, errors, cwd)
     try:
         yield process
     except BaseException:
         _kill_tree(process)
-        _nursery.cache_clear()
+        _fork_server.cache_clear()
         server.socket.close()
         raise
 
@@ -276,17 +271,16 @@ def _kill_tree(number: int) -> None:
 
 
 def _finished(outcomes: Path, ranks: int) -> dict[str, str]:
-    """The cases that every rank finished, with the ranks' errors joined."""
+    """Return the cases that every rank finished, with the ranks' errors joined."""
     rows: dict[str, dict[int, str]] = {}
     for rank in range(ranks):
         path = outcomes / f"rank{rank}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
             row = json.loads(line)
             rows.setdefault(row["case"], {})[rank] = row["error"]
-    return {
-        case: "\n".join(
-            f"[rank {rank}] {error}" for rank, error in sorted(by_rank.items()) if error
-        )
-        for case, by_rank in rows.items()
-        if len(by_rank) == ranks
-    }
+    finished = {}
+    for case, by_rank in rows.items():
+        if len(by_rank) == ranks:
+            errors = [f"[rank {rank}] {by_rank[rank]}" for rank in sorted(by_rank) if by_rank[rank]]
+            finished[case] = "\n".join(errors)
+    return finished

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, ParamSpec
 
 import extensions
 import pytest
-from launch import Nursery
+from launch import ForkServer
 from places import HELPERS
 
 CALLS = "FT_CKPT_TEST_CALLS"  # the variable that names the socket from which a rank takes its calls
@@ -68,10 +68,10 @@ def on_ranks(
 ) -> Callable[[Callable[PARAMETERS, object]], Callable[PARAMETERS, Any]]:
     """Run the decorated function on `ranks` processes.
 
-    Its values, if it has any, are a list, one of each rank.
+    It returns a list with the value of each rank, or None if all values are None.
 
-    `env` are further variables of the processes; `launch` separates them from launches of other
-    names, and a function that is `alone` has one of its own: it leaves the ranks out of step, or
+    `env` are further variables of the processes. `launch` separates them from launches of other
+    names. A function that is `alone` has a launch of its own: it leaves the ranks out of step, or
     changes the libraries, for example. `group_seconds` is the timeout of their gloo group, or None
     if the function makes the group. `timeout` is in seconds, for one call.
     """
@@ -92,9 +92,7 @@ def on_ranks(
 def call_on_ranks(
     ranks: int, function: Callable[..., object], *args: object, timeout: float = 120, **options: Any
 ) -> Any:
-    """Call a function of the test's file on `ranks` processes; `options` are those of
-    `on_ranks`.
-    """
+    """Call a function of the test's file on `ranks` processes; `options` are of `on_ranks`."""
     where = Where(
         ranks,
         options.pop("launch", ""),
@@ -111,18 +109,21 @@ class _Launch:
     """Running ranks."""
 
     log: Path
-    nursery: Nursery
+    server: ForkServer
     process: int
     env: dict[str, str]  # of pytest when they began
     ranks: dict[int, Connection] = field(default_factory=dict)
     status: int | None = None
 
     def call(self, request: tuple[Any, ...], timeout: float) -> list[Answer]:
-        """The answer of each rank; fails if a rank ends, or does not answer within `timeout`
-        seconds.
+        """Call the function of `request` on all ranks; return the answer of each.
+
+        The test fails if a rank ends, or does not answer within `timeout` seconds.
         """
-        variables = {name: os.environ.get(name) for name in self.env.keys() | os.environ.keys()}
-        changed = {name: value for name, value in variables.items() if value != self.env.get(name)}
+        changed: dict[str, str | None] = {}
+        for name in self.env.keys() | os.environ.keys():
+            if os.environ.get(name) != self.env.get(name):
+                changed[name] = os.environ.get(name)
         for connection in self.ranks.values():
             # a rank that was called before may have ended, and its launcher this one: read below
             with suppress(BrokenPipeError):
@@ -149,16 +150,14 @@ class _Launch:
         pytest.fail(f"{reason}\n{_joined(answers)}\n{self.output()}", pytrace=False)
 
     def output(self) -> str:
-        """The end of what the ranks printed."""
+        """Return the end of the output of the ranks."""
         return self.log.read_text(errors="replace")[-6000:]
 
     def end(self, timeout: float) -> int:
-        """Wait for the processes, and kill what is left of them after `timeout` seconds; their exit
-        status.
-        """
+        """Wait for the processes, or kill them after `timeout` seconds; return the exit status."""
         if self.status is None:
-            self.status = self.nursery.end(self.process, timeout)
-            self.nursery.socket.close()
+            self.status = self.server.end(self.process, timeout)
+            self.server.socket.close()
         return self.status
 
 
@@ -193,32 +192,30 @@ class _File:
         address = self.folder / f"calls-{self.count}"
         log = self.folder / f"log-{self.count}"
         log.touch()
-        nursery = Nursery()
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(address))
-            listening.listen(where.ranks)
+        server = ForkServer()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(address))
+            listener.listen(where.ranks)
+            worker = HELPERS / "rank_worker.py"
             arguments = [self.path, "" if where.group_seconds is None else where.group_seconds]
             environment = {**dict(where.env), CALLS: str(address)}
-            process = nursery.begin(
-                HELPERS / "rank_worker.py", arguments, where.ranks, environment, log, log
-            )
-            launch = _Launch(log, nursery, process, {**os.environ})
+            process = server.begin(worker, arguments, where.ranks, environment, log, log)
+            launch = _Launch(log, server, process, {**os.environ})
             with _killing(launch):
                 while len(launch.ranks) < where.ranks:
-                    if listening not in wait([listening, nursery.socket], START_SECONDS):
+                    if listener not in wait([listener, server.socket], START_SECONDS):
                         launch.fail("the ranks did not start", {})
-                    connection = Connection(listening.accept()[0].detach())
+                    connection = Connection(listener.accept()[0].detach())
                     launch.ranks[connection.recv()] = connection
         return launch
 
     def make_room(self, ranks: int) -> None:
-        """End the launches that were not used for longest."""
-        while (
-            self.launches
-            and ranks + sum(len(launch.ranks) for launch in self.launches.values()) > MAX_RANKS
-        ):
-            oldest = next(iter(self.launches))
-            _end([self.launches.pop(oldest)])
+        """End the launches that were not used for longest, until `ranks` more have room."""
+        count = ranks + sum(len(launch.ranks) for launch in self.launches.values())
+        while self.launches and count > MAX_RANKS:
+            oldest = self.launches.pop(next(iter(self.launches)))
+            count -= len(oldest.ranks)
+            _end([oldest])
 
 
 def _end(launches: Sequence[_Launch]) -> None:
@@ -226,10 +223,10 @@ def _end(launches: Sequence[_Launch]) -> None:
     for launch in launches:
         for connection in launch.ranks.values():
             connection.close()
-    failed = [launch for launch in launches if launch.end(END_SECONDS)]
-    outputs = [
-        f"the ranks ended with status {launch.status}\n{launch.output()}" for launch in failed
-    ]
+    outputs = []
+    for launch in launches:
+        if launch.end(END_SECONDS):
+            outputs.append(f"the ranks ended with status {launch.status}\n{launch.output()}")
     assert not outputs, "\n".join(outputs)
 
 
@@ -244,10 +241,9 @@ def _killing(launch: _Launch) -> Iterator[None]:
 
 
 def _joined(answers: Mapping[int, Answer]) -> str:
-    errors = [
-        f"[rank {rank}] {answers[rank].error}" for rank in sorted(answers) if answers[rank].error
-    ]
-    return "\n".join(errors)
+    """Return the errors of all ranks as text."""
+    lines = [f"[rank {rank}] {answer.error}" for rank, answer in answers.items() if answer.error]
+    return "\n".join(sorted(lines))
 
 
 _FILES: list[_File] = []
@@ -260,7 +256,7 @@ def _file() -> _File:
 
 @contextmanager
 def launches_of(path: Path) -> Iterator[None]:
-    """Launches that the tests in the file at `path` share, to the end of the block."""
+    """Share launches between the tests in the file at `path`, to the end of the block."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-")))
         file = _File(path, folder)

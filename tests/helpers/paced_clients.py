@@ -1,6 +1,4 @@
-"""Clients of one bucket whose requests a test lets through one by one, and that it can end between
-any two.
-"""
+"""Clients of one bucket whose requests a test lets through one by one, or ends between any two."""
 
 import threading
 from collections.abc import Callable
@@ -12,13 +10,11 @@ from ft_ckpt.storage import Store
 
 
 class PacedClient(Watch):
-    """One client: it does one action at a time, in a thread that waits before each request until it
-    may go on.
-    """
+    """One client: its action is done in a thread, which waits before each request."""
 
-    def __init__(self, told: Callable[["PacedClient", str, str], object]) -> None:
+    def __init__(self, after_request: Callable[["PacedClient", str, str], object]) -> None:
         super().__init__()
-        self.told = told  # called after each request, with the name of the call and the URL
+        self.after_request = after_request  # called with the name of the call and the URL
         self.change = threading.Condition()
         self.allowed = self.running = self.waiting = 0
         self.next_request = "", ""  # the call and the URL of one that waits
@@ -34,11 +30,11 @@ class PacedClient(Watch):
         self.go_on(0)
 
     def go_on(self, requests: int) -> None:
-        """Let that many requests through; returns when they are done, or the action is."""
+        """Let that many requests through; return when they are done, or the action is."""
         with self.change:
             self.allowed += requests
             self.change.notify_all()
-            self.change.wait_for(self._is_settled)
+            self.change.wait_for(self._has_stopped)
             self.allowed = 0
         if self.is_done:
             self.thread.join()
@@ -68,14 +64,14 @@ class PacedClient(Watch):
             self.running += 1
         try:
             result = action()
-            self.told(self, call, where)
+            self.after_request(self, call, where)
             return result
         finally:
             with self.change:
                 self.running -= 1
                 self.change.notify_all()
 
-    def _is_settled(self) -> bool:
+    def _has_stopped(self) -> bool:
         has_used_all = self.allowed == 0 and self.running == 0 and self.waiting > 0
         return has_used_all or self.is_done
 
@@ -108,9 +104,10 @@ class PacedStore(WatchedStore):
         if name not in (*READS, *WRITES):
             return method
 
-        def paced(*args: Any, **more: Any) -> Any:
-            return self.watch.request(
-                name, self._told_name(args), lambda: self._as_of_now(method(*args, **more))
-            )
+        def paced(*args: Any, **options: Any) -> Any:
+            def act() -> Any:
+                return self._as_of_now(method(*args, **options))
+
+            return self.watch.request(name, self._urls_of(args), act)
 
         return paced

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import transformers
-from every_class import class_names
+from model_classes import class_names
 from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel

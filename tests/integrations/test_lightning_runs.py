@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightnings import Counted, Kill, Stream, loader, module, ours, run, trainer
+from lightning_runs import Counted, Kill, Stream, loader, module, ours, run, trainer
 from on_ranks import WORLD, on_ranks
 from peft import PeftModel
 from safetensors.torch import load_file

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightnings
+import lightning_runs
 import models
 import pytest
 import torch
@@ -97,7 +97,7 @@ class OfLightning(Integration):
     def train(self, folder, *, kind="llama", stop_after=None, resume=None, seed=0, **settings):
         callbacks: list[Any] = []
         if stop_after is not None:
-            callbacks.append(lightnings.Kill(stop_after))
+            callbacks.append(lightning_runs.Kill(stop_after))
         if folder is not None:
             mode = "never" if resume is None else resume
             callbacks.append(
@@ -105,15 +105,15 @@ class OfLightning(Integration):
                     folder, every=1, resume=mode, on_difference="ignore", **settings
                 )
             )
-        module = lightnings.module(seed, kind=kind)
-        made = lightnings.trainer(
+        module = lightning_runs.module(seed, kind=kind)
+        made = lightning_runs.trainer(
             callbacks,
             max_steps=STEPS,
             max_epochs=-1,
             enable_checkpointing=folder is not None,
             log_every_n_steps=1,
         )
-        steps = lightnings.run(made, module, lightnings.loader())
+        steps = lightning_runs.run(made, module, lightning_runs.loader())
         self.model = module.net
         return steps
 

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
-from every_class import make_small
+from model_classes import make_small
 from models import trained
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file

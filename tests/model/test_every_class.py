@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import every_class
+import model_classes
 import numpy as np
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import CompanionError
 
-NAMES = every_class.class_names()
+NAMES = model_classes.class_names()
 
 
 def linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
@@ -120,7 +120,7 @@ def random_numbers() -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_class_and_its_edits(name, tmp_path, monkeypatch):
     """A config that does not describe the weights, without a word."""
-    model = every_class.make_small(name)
+    model = model_classes.make_small(name)
     if model is None:
         pytest.skip("no small config was found")
     types = []

@@ -11,7 +11,7 @@ from network_nodes import Nodes, running_nodes, stands
 def nodes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Nodes]:
-    """Nodes of each network file system."""
+    """Start nodes on each network file system."""
     if not can_mount():
         pytest.skip("needs namespaces of mounts, which root has")
     kind, cache_seconds, name = request.param

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 import sealed_device
-from launch import NURSERY
+from launch import FORK_SERVER
 from places import HELPERS, ROOT
 
 START = """
 import sys
-if "-m" in sys.orig_argv or any(each.endswith("nursery.py") for each in sys.orig_argv):
+if "-m" in sys.orig_argv or any(each.endswith("fork_server.py") for each in sys.orig_argv):
     # in the processes that it starts, and in what their ranks are forked from, before anything else
     import sealed_device
     sealed_device.become_accelerator()
@@ -24,7 +24,7 @@ sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_dev
 def run_gpu(folder, *arguments):
     (folder / "sitecustomize.py").write_text(START)
     # that of these tests has no device
-    own = {name: value for name, value in os.environ.items() if name != NURSERY}
+    own = {name: value for name, value in os.environ.items() if name != FORK_SERVER}
     command = [
         sys.executable,
         ROOT / "scripts/gpu",

@@ -14,7 +14,7 @@ import models
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from opened import raw_file
+from raw_files import raw_file
 from safetensors.torch import save_file
 from seeds import examples
 

@@ -9,10 +9,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from held import WAYS, llama_1b, planned
 from hypothesis import given, settings, strategies as st
 from on_ranks import on_ranks
 from seeds import examples
+from simulated_ranks import WAYS, llama_1b, planned
 from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh

@@ -8,10 +8,10 @@ from ft_ckpt.extensions.rl.publishing import weights_update
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> EngineFiles:
-    """Checkpoints that no test changes."""
+    """Save checkpoints that no test changes."""
     return engine_files(tmp_path_factory.mktemp("engines"))
 
 
 @pytest.fixture(autouse=True)
-def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_update, "_RESUME_PAUSE_SECONDS", 0.01)

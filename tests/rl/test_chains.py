@@ -86,7 +86,7 @@ def test_a_server_follows_a_chain_while_a_run_appends_to_it(
         assert troubles == []
         assert reports[-1].version.startswith("policy/checkpoint-5#")
         assert engine.weight_version == reports[-1].version
-        assert engine.held == str(stage / "policy/checkpoint-5")
+        assert engine.weights_path == str(stage / "policy/checkpoint-5")
         assert "parameters equal to the files" in reports[-1].servers[0].checked
     assert [info.manifest.kind for info in discover(open_place(chain))] == ["full", *["delta"] * 4]
     assert len(list((stage / "policy").glob("checkpoint-*"))) <= 2
@@ -182,7 +182,8 @@ def test_a_stage_with_the_run_itself_deletes_no_checkpoint_of_weights_alone(
     with serving(files.base) as engine:
         for step in (1, 2, 3, 4):
             ft_ckpt.publish(chain / f"checkpoint-{step}", engine.url, stage=tmp_path / "runs")
-        assert engine.held == str(run / "checkpoint-4")  # it is the same, and read where it is
+        # it is the same, and read where it is
+        assert engine.weights_path == str(run / "checkpoint-4")
     assert files_in(run) == before
 
 

@@ -247,7 +247,7 @@ def test_a_misread_checkpoint_is_skipped(files: EngineFiles, run: Path) -> None:
 
 def test_what_a_server_refuses_twice_is_skipped(files: EngineFiles, run: Path) -> None:
     put(files, run, 1)
-    with serving(files.base, most_rank=4) as engine:
+    with serving(files.base, max_rank=4) as engine:
         following = Following(run, engine.url, idle_seconds=0.5)
         with pytest.raises(EngineError, match="greater than max_lora_rank"):
             following.go()

@@ -71,7 +71,7 @@ def in_turns(
             report = publish_to(checkpoint, engine, headers={PUBLISHER: publisher})
             if not is_true(report, engine):
                 untrue.append(
-                    f"{publisher}: {report}; the server holds {engine.held}, "
+                    f"{publisher}: {report}; the server holds {engine.weights_path}, "
                     f"{engine.weight_version}"
                 )
         except EngineError:
@@ -142,7 +142,7 @@ def test_weights_of_another_publisher_lose_the_version_that_was_set_over_them(
             raised.value
         )
         assert engine.weight_version.endswith(" (loading)")
-        assert engine.held == str(files.weights[2])
+        assert engine.weights_path == str(files.weights[2])
 
 
 # What a server keeps from its start
@@ -261,7 +261,7 @@ def test_a_tied_head_that_is_packed_is_proved_by_the_answers_of_transformers(
         answers[str(files.qwen_weights)] = wrong
 
     def answer(engine: Engine, _: str | None, prompt: list[int]) -> list[float]:
-        return answers[engine.held][PROBE_PROMPTS.index(tuple(prompt))]
+        return answers[engine.weights_path][PROBE_PROMPTS.index(tuple(prompt))]
 
     monkeypatch.setattr(Engine, "log_probabilities", answer)
     with serving(files.qwen, traits={"packed away"}) as engine:
@@ -270,7 +270,7 @@ def test_a_tied_head_that_is_packed_is_proved_by_the_answers_of_transformers(
                 EngineError, match=r"are 1\.000 from those of transformers.*holds default again"
             ):
                 send(files.qwen_weights, engine)
-            assert (engine.held, engine.weight_version) == (str(files.qwen), "default")
+            assert (engine.weights_path, engine.weight_version) == (str(files.qwen), "default")
         else:
             checked = send(files.qwen_weights, engine).servers[0].checked
             assert checked.endswith("; they are those of transformers within 0.000")
@@ -282,7 +282,7 @@ def test_layers_that_stay_as_they_were_are_refused(files: EngineFiles) -> None:
             EngineError, match=r"layers\.0\..*: its SHA-256 is not that of the files"
         ):
             send(files.weights[0], engine)
-        assert (engine.held, engine.weight_version) == (str(files.base), "default")
+        assert (engine.weights_path, engine.weight_version) == (str(files.base), "default")
 
 
 def test_what_was_comparable_must_stay_so(files: EngineFiles) -> None:
@@ -310,7 +310,7 @@ def test_answers_that_stay_as_they_were_are_refused(
         engine.start()
         with pytest.raises(EngineError, match="answers as before the update"):
             send(files.weights[0], engine)
-        assert (engine.held, engine.weight_version) == (str(files.base), "default")
+        assert (engine.weights_path, engine.weight_version) == (str(files.base), "default")
 
 
 # Folders of any name
@@ -333,5 +333,5 @@ def test_weights_from_a_folder_of_any_name_are_restored(
         with pytest.raises(EngineError, match="again") as raised:
             send(new, engine)
         assert f"holds {version} again" in str(raised.value)
-        assert (engine.held, engine.weight_version) == (str(old), version)
+        assert (engine.weights_path, engine.weight_version) == (str(old), version)
         assert engine.checksums() == engine.sums_of(str(old))

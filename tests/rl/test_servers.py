@@ -301,7 +301,7 @@ def test_a_path_that_is_no_text_is_not_known() -> None:
 def test_a_server_behind_a_redirect_gets_nothing(files: EngineFiles) -> None:
     with (
         serving(files.base) as real,
-        serving(files.base, traits={"redirects"}, elsewhere=real.url) as engine,
+        serving(files.base, traits={"redirects"}, redirect_url=real.url) as engine,
     ):
         with pytest.raises(EngineError, match="redirected to"):
             publish(files.adapters[0], engine.url)
@@ -371,7 +371,7 @@ def test_folders_are_seen_under_other_paths(files: EngineFiles, tmp_path: Path) 
             }
         }
         publish(files.weights[0], engine.url, **weights)  # the longer one counts
-        assert engine.held == str(tmp_path / "there/run/checkpoint-1")
+        assert engine.weights_path == str(tmp_path / "there/run/checkpoint-1")
         engine.start()
         nested = {str(tmp_path / "else"): str(files.root.parent), str(files.root): str(files.root)}
         (found,) = publish(files.adapters[1], engine.url, visible_at=nested).servers

@@ -124,7 +124,7 @@ def test_a_server_without_calls_for_weights(files: EngineFiles) -> None:
         text = failed(files.weights[0], engine)
         assert "VLLM_SERVER_DEV_MODE=1" in text
         assert "PAUSED" not in text
-        assert engine.held == str(files.base)
+        assert engine.weights_path == str(files.base)
         send(files.adapters[0], engine)
 
 
@@ -139,7 +139,7 @@ def test_a_version_of_somebody_else_is_not_taken_for_the_first(files: EngineFile
         assert "where its version v1 came from is not known" in text
         assert engine.weight_version == "v2 (loading)"
         send(files.weights[0], engine, version="v2")
-        assert engine.held == str(files.weights[0])
+        assert engine.weights_path == str(files.weights[0])
 
 
 def test_generation_goes_on_around_a_publish(files: EngineFiles) -> None:
@@ -176,7 +176,7 @@ def test_servers_without_known_digests_are_compared_with_each_other(files: Engin
         two.traits |= {"cached weights"}
         text = failed(files.weights[1], one, two)
         assert "parameters that differ from those on" in text
-        assert one.held == two.held == str(files.weights[0])
+        assert one.weights_path == two.weights_path == str(files.weights[0])
 
 
 def test_a_checkpoint_is_not_deleted_while_a_server_reads_it(

@@ -4,7 +4,7 @@ before.
 
 from pathlib import Path
 
-import lightnings
+import lightning_runs
 import pytest
 import trainers
 from training import QUIET, prepared, train
@@ -69,12 +69,16 @@ def test_trainer(tmp_path, leave):
 
 def test_lightning(tmp_path, leave):
     own = {"every": 7}
-    expected = lightnings.run(
-        lightnings.ours(Path("run"), own=own), lightnings.module(), lightnings.loader()
+    expected = lightning_runs.run(
+        lightning_runs.ours(Path("run"), own=own),
+        lightning_runs.module(),
+        lightning_runs.loader(),
     )
-    again = lightnings.ours(Path("run"), own={**own, "resume": "run/checkpoint-7"})
+    again = lightning_runs.ours(Path("run"), own={**own, "resume": "run/checkpoint-7"})
     leave()
-    assert lightnings.run(again, lightnings.module(1), lightnings.loader()) == expected[7:]
+    assert (
+        lightning_runs.run(again, lightning_runs.module(1), lightning_runs.loader()) == expected[7:]
+    )
     assert checkpoints(tmp_path) == ["checkpoint-14", "checkpoint-7"]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
-from feeding import Counted, Numbers, Stream, scramble
+from data_loops import Counted, Numbers, Stream, scramble
 from seeds import chosen_seed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader

@@ -14,7 +14,16 @@ from pathlib import Path
 import models
 import pytest
 import torch.distributed as dist
-from exact_runs import exact, leave, live_model, optimizer_state, same, saver_of, take, train
+from exact_runs import (
+    exact,
+    live_model,
+    optimizer_state,
+    resume_run,
+    same,
+    save_run,
+    saver_of,
+    train,
+)
 from on_ranks import RANK, call_on_ranks, on_ranks
 from wrappers import truth
 
@@ -89,7 +98,7 @@ def take_on_own_disks(folder, wrapper, left):
     else:  # every disk has the expected values
         for file in ("truth.safetensors", "moments.safetensors"):
             shutil.copy(left / file, disk)
-    take(wrapper, "llama", HERE)
+    resume_run(wrapper, "llama", HERE)
     check_copies(folder)
     if RANK:
         assert not list(disk.rglob("checkpoint-*")), "the other ranks have none"
@@ -102,7 +111,7 @@ def take_on_own_disks(folder, wrapper, left):
 def test_another_number_of_ranks_under_another_wrapper(tmp_path, before, ranks, after, more):
     left = tmp_path / "left"
     left.mkdir()
-    call_on_ranks(ranks, leave, before, "llama", left)
+    call_on_ranks(ranks, save_run, before, "llama", left)
     call_on_ranks(more, take_on_own_disks, tmp_path, after, left)
 
 

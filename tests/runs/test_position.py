@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import GradientState
-from feeding import (
+from data_loops import (
     SAMPLES,
     Counted,
     Make,
@@ -94,7 +94,7 @@ LOADERS: dict[str, Make] = {
     ),
     "stateful stream": lambda: StatefulDataLoader(Stream("global"), 4),
     "stateful counted stream": lambda: StatefulDataLoader(
-        Counted(lambda where: where, noise="global"), 4
+        Counted(lambda position: position, noise="global"), 4
     ),
     "stateful datasets stream": lambda: StatefulDataLoader(hugging(), 4),
     "stateful datasets shuffled stream": lambda: StatefulDataLoader(hugging(shuffle=True), 4),

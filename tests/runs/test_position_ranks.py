@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
-from feeding import Numbers, Stream, differing, resumed, saved, scramble, uninterrupted
+from data_loops import Numbers, Stream, differing, resumed, saved, scramble, uninterrupted
 from on_ranks import RANK, WORLD, call_on_ranks, on_ranks
 from torch.utils.data import (
     DataLoader,

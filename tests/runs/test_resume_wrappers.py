@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from exact_runs import leave, live_model, optimizer_state, same, saver_of, take
+from exact_runs import live_model, optimizer_state, resume_run, same, save_run, saver_of
 from on_ranks import RANK, call_on_ranks, on_ranks
 from wrappers import truth
 
@@ -93,16 +93,16 @@ def test_weights_alone_go_into_wrapped_models(tmp_path, wrapper, model):
 @pytest.mark.parametrize(("before", "ranks", "after", "more"), ELASTIC)
 def test_another_number_of_ranks_under_another_wrapper(tmp_path, before, ranks, after, more):
     """A run that can only go on with as many devices as it began with."""
-    call_on_ranks(ranks, leave, before, "llama", tmp_path)
-    call_on_ranks(more, take, after, "llama", tmp_path)
+    call_on_ranks(ranks, save_run, before, "llama", tmp_path)
+    call_on_ranks(more, resume_run, after, "llama", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "ranks", "after", "more"), MESHES)
 def test_another_mesh_of_transformers(tmp_path, before, ranks, after, more):
     """Strided shards, packed experts and experts spread over ranks are read by geometry."""
-    call_on_ranks(ranks, leave, before, "experts", tmp_path, launch="meshes")
-    call_on_ranks(more, take, after, "experts", tmp_path, launch="meshes")
+    call_on_ranks(ranks, save_run, before, "experts", tmp_path, launch="meshes")
+    call_on_ranks(more, resume_run, after, "experts", tmp_path, launch="meshes")
 
 
 needs_deepspeed = pytest.mark.skipif(
@@ -114,8 +114,10 @@ needs_deepspeed = pytest.mark.skipif(
 @needs_deepspeed
 def test_out_of_zero(tmp_path):
     """DeepSpeed refuses another number of ranks."""
-    call_on_ranks(2, leave, "zero3", "llama", tmp_path, group_seconds=None, env=ZERO, timeout=280)
-    call_on_ranks(1, take, "none", "llama", tmp_path)
+    call_on_ranks(
+        2, save_run, "zero3", "llama", tmp_path, group_seconds=None, env=ZERO, timeout=280
+    )
+    call_on_ranks(1, resume_run, "none", "llama", tmp_path)
 
 
 @pytest.mark.slow

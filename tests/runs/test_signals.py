@@ -10,8 +10,8 @@ import threading
 import time
 
 import pytest
+from interrupts import hear_interrupts
 from launch import run_python
-from signals_heard import hear_interrupts
 
 from ft_ckpt.runs.loop import exit_code, signals
 from ft_ckpt.runs.loop.signals import SignalWatch

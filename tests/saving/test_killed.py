@@ -7,14 +7,14 @@ from seeds import chosen_seed
 SCRIPT = """
 import random, sys
 from pathlib import Path
-from killing import lives, losses, look
+from killed_trainings import train_with_kills, losses, check_folder
 folder, ranks, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-assert lives(folder / "whole", ranks, random.Random(0), 0.0, 0) == 0
+assert train_with_kills(folder / "whole", ranks, random.Random(0), 0.0, 0) == 0
 chances, done, runs = random.Random(seed), 0, 0
 while done < kills:
     run = folder / f"run-{runs}"
-    done += lives(run, ranks, chances, 0.5 * ranks + 0.3, kills - done)
-    look(run)
+    done += train_with_kills(run, ranks, chances, 0.5 * ranks + 0.3, kills - done)
+    check_folder(run)
     for rank in range(ranks):
         assert losses(run, rank) == losses(folder / "whole", rank), run
     runs += 1

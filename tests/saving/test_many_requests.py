@@ -7,7 +7,7 @@ prefix answers in ten seconds: 3,500 requests that write and 5,500 that read a s
 
 import pytest
 import torch
-from held import planned
+from simulated_ranks import planned
 from training import begin, go_on
 
 from ft_ckpt.extensions.buckets.uploads import size_of_parts
@@ -81,7 +81,7 @@ def test_requests_that_read(files, s3):
         ]
         asked += sum(1 for _ in prefetch._block_reads(runs, prefetch.block_size(far)))
     begin("s3://bucket/run", 4)
-    before = s3.asked
+    before = s3.request_count
     go_on("s3://bucket/run")
     looked = [
         each

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from held import WAYS, planned
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save
 from seeds import examples
+from simulated_ranks import WAYS, planned
 from small_checkpoints import digest_like
 from torch import nn
 from torch.distributed import HashStore

@@ -1,6 +1,4 @@
-"""Data, and a training loop over it that draws random numbers at every step, to be interrupted and
-resumed.
-"""
+"""Data, and a training loop over it that draws random numbers, to be interrupted and resumed."""
 
 import hashlib
 import random
@@ -19,8 +17,9 @@ SAMPLES, EPOCHS = 11, 3
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """0, 1, 2 …; `noise` adds random augmentation from all three global generators, or from one of
-    its own.
+    """The numbers 0, 1, 2 … with random augmentation.
+
+    `noise` is "global" for all three global generators, "own" for one of the data set, "" for none.
     """
 
     def __init__(self, noise: str = "", count: int = SAMPLES) -> None:
@@ -54,38 +53,36 @@ class Stream(Numbers, IterableDataset[torch.Tensor]):
 class Counted(Stream):
     """A stream with a state dict, which resumes without reading the items before its position."""
 
-    def __init__(self, hands_out: Callable[[Any], Any] = dict, **settings: Any) -> None:
+    def __init__(self, export: Callable[[Any], Any] = dict, **settings: Any) -> None:
         super().__init__(**settings)
-        # `lambda where: where`: the live object, which the caller has to copy
-        self.hands_out = hands_out
-        self.where = {"next": 0}
+        # `lambda position: position`: the live object, which the caller has to copy
+        self.export = export
+        self.position = {"next": 0}
         self.read = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        while self.where["next"] < self.count:
-            self.where["next"] += 1
+        while self.position["next"] < self.count:
+            self.position["next"] += 1
             self.read += 1
-            yield Numbers.__getitem__(self, self.where["next"] - 1)
-        self.where["next"] = 0
+            yield Numbers.__getitem__(self, self.position["next"] - 1)
+        self.position["next"] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.hands_out(self.where)
-        return found
+        state: dict[str, Any] = self.export(self.position)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.where = dict(state)
+        self.position = dict(state)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Record of a step: position, batch, whether it was the last of its pass, and all random state
-    after it.
-    """
+    """The record of a step."""
 
-    place: tuple[int, int, int]
+    position: tuple[int, int, int]  # epoch, batch, samples
     batch: Any
-    at_end: bool | None
-    random: str
+    at_end: bool | None  # of its pass over the data
+    random: str  # a digest of all random state after it
 
 
 def scramble(seed: int) -> None:
@@ -95,6 +92,7 @@ def scramble(seed: int) -> None:
 
 
 def fingerprint() -> str:
+    """Return a digest of the state of the global generators."""
     state = rng.capture_generators()
     parts = [
         state["python"]["words"].tobytes(),
@@ -112,15 +110,18 @@ def train(
     set_epoch: Callable[[int], None] = lambda epoch: None,
     epochs: int = EPOCHS,
 ) -> list[Step]:
-    """Run to the end; `after_step` is called in the loop's body, where a training script saves."""
+    """Train to the end; `after_step` is called in the loop's body, where a training script saves.
+
+    `look` is called in each step, and its result recorded.
+    """
     steps = []
     while feed.epoch < epochs:
         set_epoch(feed.epoch)
         for batch in feed.batches():
             torch.nn.functional.dropout(torch.ones(8))
             random.gauss(0, 1), np.random.randn()
-            at = (feed.epoch, feed.batch, feed.samples)
-            steps.append(Step(at, (plain(batch), look()), feed.at_end, fingerprint()))
+            position = (feed.epoch, feed.batch, feed.samples)
+            steps.append(Step(position, (plain(batch), look()), feed.at_end, fingerprint()))
             after_step(len(steps))
         random.random(), torch.rand(())  # an evaluation between passes
     return steps
@@ -135,7 +136,7 @@ def plain(batch: Any) -> Any:
 
 
 def saved(feed: DataPosition) -> dict[str, Any]:
-    """The state that a checkpoint would contain."""
+    """Return the state that a checkpoint would contain."""
     return {"feed": feed.state_dict(), "rng": rng.capture_generators()}
 
 
@@ -150,7 +151,7 @@ def resumed(feed: DataPosition, state: dict[str, Any]) -> DataPosition:
 def uninterrupted(
     make: Make, rank: int = 0, **settings: Any
 ) -> tuple[list[Step], list[dict[str, Any]]]:
-    """All steps of a run, and the state after each of them (0: before the first)."""
+    """Train to the end; return all steps and the states, the first of before the first step."""
     scramble(1)
     loader = make()
     scramble(1 + rank)
@@ -167,9 +168,10 @@ def differing(
     stops: Iterable[int],
     **settings: Any,
 ) -> list[int]:
-    """The stops after which a resumed run differs from the uninterrupted one."""
-    return [
-        stop
-        for stop in stops
-        if train(resumed(DataPosition(make(), **settings), states[stop])) != steps[stop:]
-    ]
+    """Return the stops after which a resumed run differs from the uninterrupted one."""
+    different = []
+    for stop in stops:
+        feed = resumed(DataPosition(make(), **settings), states[stop])
+        if train(feed) != steps[stop:]:
+            different.append(stop)
+    return different

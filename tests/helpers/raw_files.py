@@ -8,5 +8,5 @@ from ft_ckpt.storage.io import open_local_file
 
 
 def raw_file(path: str | os.PathLike[str], mapped: bool = True) -> RawFile:
-    """The open file at `path`."""
+    """Open the file at `path`."""
     return RawFile(open_local_file(Path(path)), mapped)

@@ -17,28 +17,30 @@ from training import QUIET, learn, prepared
 
 from ft_ckpt import CheckpointSaver, Every, Keep
 
-MOST = 5  # two kept, one new, one being dropped, one stage
+MAX_NAMES = 5  # two kept, one new, one being dropped, one stage
 
 
-def lives(folder: Path, ranks: int, chances: random.Random, most_seconds: float, kills: int) -> int:
-    """Start and kill the run in `folder` up to `kills` times, then let it finish; return the number
-    of kills.
+def train_with_kills(
+    folder: Path, ranks: int, chances: random.Random, max_seconds: float, kills: int
+) -> int:
+    """Start and kill the run in `folder` up to `kills` times, then let it finish.
+
+    A process is killed after at most `max_seconds`. Returns the number of kills.
     """
     spared = 0  # consecutive kills between a commit and the deletion after it
     for killed in range(kills):
-        if _life(folder, ranks, killed, chances.uniform(0, most_seconds)):
+        if _life(folder, ranks, killed, chances.uniform(0, max_seconds)):
             return killed
-        spared = spared + 1 if look(folder, spared + 1) > MOST else 0
+        spared = spared + 1 if check_folder(folder, spared + 1) > MAX_NAMES else 0
     assert _life(folder, ranks, kills, None)
     return kills
 
 
-def look(folder: Path, spared: int = 0) -> int:
-    """Check what must hold at any moment: each committed checkpoint is valid, and leftovers do not
-    accumulate.
+def check_folder(folder: Path, spared: int = 0) -> int:
+    """Check that committed checkpoints are valid, and that leftovers do not accumulate.
 
-    Each of `spared` kills may leave one more folder until the next deletion. Returns the number of
-    names in `folder`.
+    That holds at any moment. Each of `spared` kills may leave one more folder until the next
+    deletion. Returns the number of names in `folder`.
     """
     from ft_ckpt import verify
 
@@ -46,7 +48,7 @@ def look(folder: Path, spared: int = 0) -> int:
     for name in names:
         if name.startswith("checkpoint-") and (folder / name / "ft_ckpt.json").exists():
             assert verify(folder / name).ok, name
-    assert len(names) <= MOST + spared, names
+    assert len(names) <= MAX_NAMES + spared, names
     return len(names)
 
 
@@ -58,8 +60,8 @@ def _life(folder: Path, ranks: int, number: int, seconds: float | None) -> bool:
         for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-    ends = [os.waitpid(child, 0)[1] for child in children]
-    codes = [os.waitstatus_to_exitcode(end) for end in ends]
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    codes = [os.waitstatus_to_exitcode(status) for status in statuses]
     assert set(codes) <= {0, -signal.SIGKILL}, codes
     return not any(codes)
 
@@ -72,14 +74,9 @@ def _fork(folder: Path, rank: int, ranks: int, number: int) -> int:
     try:
         warnings.simplefilter("ignore")
         if ranks > 1:
-            names = {
-                "RANK": rank,
-                "WORLD_SIZE": ranks,
-                "LOCAL_RANK": rank,
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": 1,
-            }
-            os.environ |= {name: str(value) for name, value in names.items()}
+            address = {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+            variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, **address}
+            os.environ |= {name: str(value) for name, value in variables.items()}
             store = dist.FileStore(f"{folder}.store-{number}", ranks)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
@@ -101,16 +98,17 @@ def _train(folder: Path, rank: int) -> None:
             torch.manual_seed(5)
         with Path(f"{folder}.log-{rank}").open("a", buffering=1) as log:
             for batch in saver.remaining(run.loader, epochs=3):
-                step, (first, loss) = saver.progress.step + 1, learn(run, batch[0])
+                step = saver.progress.step + 1
+                first, loss = learn(run, batch[0])
                 log.write(f"{step} {first.hex()} {loss.hex()}\n")
                 saver.step()
 
 
 def losses(folder: Path, rank: int) -> dict[int, str]:
-    """The logged values of each step; a step that ran more than once must have logged the same."""
-    found: dict[int, str] = {}
+    """Return the logged values of each step, which are equal if a step ran more than once."""
+    values: dict[int, str] = {}
     for line in Path(f"{folder}.log-{rank}").read_text().splitlines():
-        step, rest = line.split(" ", 1)
-        if len(rest.split()) == 2 and found.setdefault(int(step), rest) != rest:
-            raise AssertionError(f"step {step}: {rest}, before the kill {found[int(step)]}")
-    return found
+        step, _, rest = line.partition(" ")
+        if len(rest.split()) == 2 and values.setdefault(int(step), rest) != rest:
+            raise AssertionError(f"step {step}: {rest}, before the kill {values[int(step)]}")
+    return values

@@ -4,7 +4,5 @@ import signal
 
 
 def hear_interrupts() -> None:
-    """Reset SIGINT, which background jobs of a shell and their children ignore, to its default;
-    called in the child.
-    """
+    """Reset SIGINT to its default, in the child: background jobs of a shell ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

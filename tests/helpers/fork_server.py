@@ -50,9 +50,7 @@ GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL to the other ranks, once one 
 
 
 def load_libraries() -> None:
-    """Import the libraries of nearly every worker, but none that starts a thread or chooses a
-    device.
-    """
+    """Import the libraries of nearly every worker; none of them starts threads."""
     for name in LIBRARIES:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")  # noqa: PTH208 - of the process, not a folder
@@ -62,14 +60,14 @@ def load_libraries() -> None:
         )
 
 
-def serve(waiting: socket.socket) -> None:
+def serve(listener: socket.socket) -> None:
     """Serve each connection in a fork of this process, until stdin ends with the parent process."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-    while sys.stdin not in select.select([waiting, sys.stdin], [], [])[0]:
-        connection = waiting.accept()[0]
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        connection = listener.accept()[0]
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            waiting.close()
+            listener.close()
             os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
             _answer(connection)
             os._exit(0)
@@ -77,25 +75,26 @@ def serve(waiting: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Run the requests of a connection one after the other until it is closed; or become a
-    worker.
+    """Run the requests of a connection one after the other until it is closed.
+
+    A connection with file descriptors becomes a worker instead.
     """
-    handles = socket.recv_fds(connection, 1, 3)[1]
+    descriptors = socket.recv_fds(connection, 1, 3)[1]
     with connection, connection.makefile("rw") as lines:
-        if handles:
-            _end(_be_worker, handles, *json.loads(lines.readline()))
+        if descriptors:
+            _end(_be_worker, descriptors, *json.loads(lines.readline()))
         print("ready", file=lines, flush=True)
         for line in lines:
             request = json.loads(line)
             pid = os.fork()
             if not pid:
                 os.close(connection.fileno())
-                _end(_begun, *request)
+                _end(_be_launch, *request)
             print(pid, file=lines, flush=True)
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=lines, flush=True)
 
 
-def _begun(
+def _be_launch(
     script: str,
     arguments: list[str],
     ranks: int,
@@ -106,15 +105,15 @@ def _begun(
 ) -> int:
     """Become the requested launch, with its stdout and stderr in those files."""
     os.setsid()
-    for handle, path in ((1, output), (2, errors)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), handle)
+    for descriptor, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     os.chdir(folder)
     if ranks:
-        return _launched(script, arguments, ranks, environment)
+        return _be_launcher(script, arguments, ranks, environment)
     return _be_script(script, arguments, environment)
 
 
-def _launched(script: str, arguments: list[str], ranks: int, environment: dict[str, str]) -> int:
+def _be_launcher(script: str, arguments: list[str], ranks: int, environment: dict[str, str]) -> int:
     """Become the launcher: fork the ranks, keep their store, and end them all when one fails."""
     waiting, ready = os.pipe()
     children = []
@@ -134,42 +133,38 @@ def _launched(script: str, arguments: list[str], ranks: int, environment: dict[s
 
 
 def _variables(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """The variables that torchrun sets for a rank on one machine."""
-    own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks))
-    groups = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    store = {
+    """Return the variables that torchrun sets for a rank on one machine."""
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port.strip(),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    return {
-        **own,
-        **sizes,
-        **groups,
-        **store,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": "none",
     }
 
 
 def _be_script(script: str, arguments: list[str], environment: dict[str, str]) -> int:
+    """Run the script as Python would, with these variables only."""
     os.environ.clear()
     os.environ.update(environment)
-    given = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [os.path.dirname(script), *filter(None, given), *sys.path[1:]]  # noqa: PTH120 - as Python itself does
+    search_path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [os.path.dirname(script), *filter(None, search_path), *sys.path[1:]]  # noqa: PTH120 - as Python itself does
     sys.argv = [script, *arguments]
-    tempfile.tempdir = None  # chosen anew, as this environment says
+    tempfile.tempdir = None  # chosen again, as this environment says
     sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - for as long as the rank lives
     runpy.run_path(script, run_name="__main__")
     return 0
 
 
-def _be_worker(handles: list[int], code: str, environment: dict[str, str], folder: str) -> int:
+def _be_worker(descriptors: list[int], code: str, environment: dict[str, str], folder: str) -> int:
     """Become `python -c code` with these three file descriptors as stdin, stdout and stderr."""
-    for number, handle in enumerate(handles):
-        os.dup2(handle, number)
-        os.close(handle)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -181,21 +176,20 @@ def _be_worker(handles: list[int], code: str, environment: dict[str, str], folde
 
 
 def _watch(children: list[int]) -> int:
-    """Wait for all; the first failure ends the others. Returns 1 if a rank failed, else 0."""
-    left, failed, deadline = set(children), 0, float("inf")
-    while left:
-        pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)
+    """Wait for all ranks; the first failure ends the others. Returns 1 if a rank failed, else 0."""
+    running, has_failed, deadline = set(children), False, float("inf")
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG if has_failed else 0)
         if not pid:
             if time.monotonic() > deadline:
-                _signal(left, signal.SIGKILL)
+                _signal(running, signal.SIGKILL)
             time.sleep(0.02)
             continue
-        left.discard(pid)
-        code = os.waitstatus_to_exitcode(status)
-        if code and not failed:
-            failed, deadline = code, time.monotonic() + GRACE_SECONDS
-            _signal(left, signal.SIGTERM)
-    return 1 if failed else 0
+        running.discard(pid)
+        if os.waitstatus_to_exitcode(status) and not has_failed:
+            has_failed, deadline = True, time.monotonic() + GRACE_SECONDS
+            _signal(running, signal.SIGTERM)
+    return int(has_failed)
 
 
 def _signal(pids: set[int], number: int) -> None:
@@ -205,10 +199,10 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def _end(action: Any, *arguments: Any) -> NoReturn:
-    """Run `action` and end this process with the status it gives, or as an interpreter would end on
-    what it raises.
+    """Run `action` and end this process with its result as the exit status.
 
-    The interpreter is not finalised: freeing the loaded modules would copy all of their pages.
+    On an exception it ends as an interpreter would. The interpreter is not finalised: freeing the
+    loaded modules would copy all of their pages.
     """
     status = 1
     try:
