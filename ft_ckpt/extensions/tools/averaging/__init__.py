@@ -1,6 +1,6 @@
 """Averages checkpoints, weighted or not.
 
-Nothing here makes a model. Begin at `averages`; `checks` refuses what has no average.
+Nothing here creates a model. Begin at `averages`. `checks` finds sources that have no average.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""The averages of several files of the same tensors, as one file.
+"""Presents the averages of several files as one file, whose tensors are computed when read.
 
 Elements are summed in float32 (float64 ones in float64) and rounded once. Source: Wortsman et al.,
 "Model soups", 2022, arXiv:2203.05482; Izmailov et al., "Averaging weights leads to wider optima",
@@ -16,9 +16,9 @@ from ft_ckpt.extensions.tools.converting import FLOAT_DTYPES, spec_differences
 from ft_ckpt.formats import Spec, dtype_of, is_within
 from ft_ckpt.formats.files import TensorFile
 
-_WITHOUT_MEAN = (  # powers of two, used as scales; two numbers per byte; complex numbers
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
+_WITHOUT_MEAN = (
+    "float8_e8m0fnu",  # powers of two, used as scales
+    "float4_e2m1fn_x2",  # two numbers per byte
     "complex32",
     "complex64",
     "complex128",
@@ -28,8 +28,11 @@ _WITHOUT_MEAN = (  # powers of two, used as scales; two numbers per byte; comple
 class AveragedFile(TensorFile):
     """The averages of several files with the same tensors, as one file.
 
-    After reading, `unequal` names the non-floating tensors that differ (an error for adapters,
-    where they are indices), `beyond` the tensors whose averages exceed the range of their dtype.
+    Attributes:
+        unequal: Names of tensors read so far that are no floating-point numbers, and that differ
+            between the files.
+        beyond: Names of tensors read so far whose averages exceed the range of their dtype.
+        notes: Sentences about the ties for the report.
     """
 
     def __init__(
@@ -41,14 +44,16 @@ class AveragedFile(TensorFile):
         *,
         is_adapter: bool = False,
     ) -> None:
-        """Compare `files` and plan their average, in which `shares` is the weight of each.
+        """Compare the names, shapes, dtypes and ties of `files`.
 
-        `names` of the files are for messages. Averages have the dtype of the sources, or `dtype`.
-        Raises SelectionError unless all files store the same names, shapes and dtypes, and agree on
-        ties.
+        `shares` are the weights, whose sum is 1. `names` are those of the files, for messages.
+        Averages have the dtype of the sources, or `dtype`. Raises SelectionError if the files
+        differ, or if tensors have no mean.
         """
         _refuse_other_tensors(files, names)
-        self.files, self.shares, self.is_adapter = list(files), list(shares), is_adapter
+        self.files = list(files)
+        self.shares = list(shares)
+        self.is_adapter = is_adapter
         self.ties, self.notes = _common_ties(files, names)
         self.specs, self.casts = _cast_specs(files[-1], dtype)
         self.metadata = dict(files[-1].metadata)
@@ -60,7 +65,12 @@ class AveragedFile(TensorFile):
         self.beyond: set[str] = set()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Average flat elements [start, stop) of `name`: 1-D, on the CPU, in its spec's dtype."""
+        """Average the flat elements [start, stop) of the tensor `name`.
+
+        Returns a 1-D tensor on the CPU, of the dtype in `specs`. A tensor that is no floating-point
+        numbers is read from the last file. Raises SelectionError if such a tensor differs and the
+        files are of an adapter, where it has indices.
+        """
         first = self.files[0].read(name, start, stop)
         if not first.is_floating_point():
             return self._read_last(name, first, start, stop)
@@ -68,7 +78,7 @@ class AveragedFile(TensorFile):
         total = torch.zeros_like(first, dtype=wide)
         for file, share in zip(self.files, self.shares, strict=True):
             data = first if file is self.files[0] else file.read(name, start, stop)
-            if share:  # NaN times 0 is NaN
+            if share:  # a share of 0 must ignore NaN, but NaN times 0 is NaN
                 total.add_(data.to(wide), alpha=share)
         dtype = dtype_of(self.specs[name].dtype)
         if not is_within(total, dtype):
@@ -78,26 +88,32 @@ class AveragedFile(TensorFile):
         return total.to(dtype)
 
     def _read_last(self, name: str, first: Tensor, start: int, stop: int | None) -> Tensor:
-        """Read the last file's elements of a tensor without a mean; compare them with others."""
-        last = first
+        """Read the elements of the last file, and compare those of all files.
+
+        `first` are the elements of the first file.
+        """
+        previous = first
         for file in self.files[1:]:
             data = file.read(name, start, stop)
-            if not torch.equal(data, last):
+            if not torch.equal(data, previous):
                 self.unequal.add(name)
-            last = data
-        # one element is a counter
+            previous = data
+        # A tensor of one element is a counter, which may differ.
         if self.is_adapter and name in self.unequal and self.specs[name].numel > 1:
             raise SelectionError(
                 f"{name}: indices that differ between the sources; their values have no average"
             )
-        return last
+        return previous
 
     def close(self) -> None:
         """Leave the files open: the caller closes them."""
 
 
 def _cast_specs(file: TensorFile, dtype: str | None) -> tuple[dict[str, Spec], dict[str, int]]:
-    """Return the specs of the averages, and the number of tensors by "float32->bfloat16"."""
+    """Return the specs of the averages, and how many tensors each cast is for.
+
+    A cast is a text such as "float32->bfloat16".
+    """
     specs = dict(file.specs)
     casts: Counter[str] = Counter()
     for name, spec in file.specs.items():
@@ -135,10 +151,10 @@ def _shapes_and_dtypes(file: TensorFile) -> dict[str, tuple[tuple[int, ...], str
 def _common_ties(
     files: Sequence[TensorFile], names: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the stored tensor of each tied name, with notes on files that do not record one.
+    """Return the stored name of each tied name, and notes on files that do not record the tie.
 
-    transformers does not record ties. Raises SelectionError for names that are tied to other
-    tensors in other files.
+    Files that transformers wrote record no ties. Raises SelectionError if a name is tied to
+    different tensors in different files.
     """
     ties: dict[str, str] = {}
     problems: list[str] = []

@@ -1,4 +1,8 @@
-"""Averages checkpoints, weighted or not, slice by slice."""
+"""Averages checkpoints, weighted or not, slice by slice.
+
+A place is a folder on a disk, a prefix in a bucket, or a file. A part of a checkpoint is one saved
+model or one adapter. The share of a source is its weight divided by the sum of all weights.
+"""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +20,7 @@ from ft_ckpt.extensions.tools.averaging.averaged_file import AveragedFile
 from ft_ckpt.extensions.tools.averaging.checks import (
     differing_bases,
     differing_part_settings,
-    differing_shares,
+    differing_shared_tensors,
     refuse_other_parts,
     refuse_quantised_sources,
 )
@@ -49,40 +53,46 @@ def average(
 ) -> ConvertReport:
     """Write the average of the checkpoints `sources` to `dst`, a folder or file.
 
-    A failed call leaves nothing; a result is durable. `sources` are two or more checkpoints,
-    folders or files of the same tensors; or one run's folder with `last`, the number of its newest
-    valid checkpoints to average. `weights` has a number for each source, normalised to a sum of 1;
-    by default all are equal. Further arguments are those of `convert`.
+    The result is complete and durable when the call returns. A failed call leaves nothing.
+
+    `sources` are two or more checkpoints, folders or files of the same tensors. They may also be
+    the folder of one run, if `last` says how many of its newest valid checkpoints to average.
+    `weights` has a number for each source. The numbers are scaled to a sum of 1. By default all are
+    equal. Further arguments are those of `convert`.
 
     Floating-point tensors are averaged in float32 (float64 ones in float64) and rounded once to
-    their dtype, or to `dtype`. Other tensors should be equal in all sources; otherwise the last
-    source's is taken and the report names it. Differing indices of an adapter and complex numbers
-    are refused. Sources store the same names, shapes and types, and agree on ties. Sidecar files
-    (config, tokenizer) are the last source's. Folders are refused if settings that change the
-    output differ, if their tokenizers map one id to different tokens, or if they are quantised.
-    Training state is not averaged. Adapters are averaged factor by factor and must have the same
-    base. The manifest names the sources; `latest` and `best` skip an average, and a run's retention
-    rules never delete it. Sources are compared with their digests before they are read.
+    their dtype, or to `dtype`. Other tensors should be equal in all sources. If they differ, the
+    tensor of the last source is taken, and the report names it. Indices of an adapter that differ
+    and complex numbers are refused.
 
-    Raises ConfigError for invalid counts and weights, SelectionError naming tensors that differ in
-    name, shape, type or ties, or have no mean, LoadError naming settings and bases that differ; for
-    files as `convert` does.
+    All sources must store the same names, shapes and dtypes, with the same ties. Sidecar files
+    (config, tokenizer) are those of the last source. Folders are refused if settings that change
+    the output differ, if their tokenizers map one id to different tokens, or if they are quantised.
+    Training state is not averaged. Adapters are averaged matrix by matrix, so the product of two
+    averaged matrices is not the average of the products. They must have the same base.
+
+    The manifest names the sources. `latest` and `best` skip an average, and a run's retention rules
+    never delete it. Sources are compared with their digests before they are read.
+
+    Raises ConfigError for invalid counts and weights. Raises SelectionError naming tensors that
+    differ in name, shape, dtype or ties, or that have no mean. Raises LoadError naming settings and
+    bases that differ. For files it raises what `convert` raises.
     """
-    goal = open_place(dst)
+    target = open_place(dst)
     places = _choose_sources([open_place(source) for source in sources], last)
     shares = normalized_weights(weights, len(places))
     names = tuple(place.basename for place in places)
-    terms = list(names)
+    source_texts = list(names)
     if weights is not None:
-        terms = [f"{name} ({share:.4g})" for name, share in zip(names, shares, strict=True)]
+        source_texts = [f"{name} ({share:.4g})" for name, share in zip(names, shares, strict=True)]
     options = convert_options(
-        goal,
+        target,
         format=format,
         dtype=dtype,
         max_shard_size=max_shard_size,
         verify=verify,
         progress=progress,
-        note=f"the average of {', '.join(terms)}",
+        note=f"the average of {', '.join(source_texts)}",
         made_from=names,
         to_folder=str(dst).endswith("/"),
         overwrite=overwrite,
@@ -95,13 +105,13 @@ def average(
         for place in folders:
             max_mode &= place.mode_at(options.target)
         options = replace(options, max_mode=max_mode)
-        averages = _average_files(files, shares, options)
-        report = write_converted(averages, folders[-1], options)
-    return replace(report, notes=(*report.notes, *_notes_of(averages)))
+        averaged = _average_files(files, shares, options)
+        report = write_converted(averaged, folders[-1], options)
+    return replace(report, notes=(*report.notes, *_notes_of(averaged)))
 
 
 def normalized_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    """Scale the weights to sum 1.
+    """Scale the weights to a sum of 1. None means equal weights.
 
     Raises ConfigError unless they are `count` finite numbers whose sum is not 0.
     """
@@ -133,24 +143,29 @@ def parse_weights(text: str | None) -> list[float] | None:
 
 
 def _choose_sources(sources: list[Place], last: int | None) -> list[Place]:
-    """Return the sources, or the `last` newest valid checkpoints of a run, oldest first."""
+    """Return the sources, or the `last` newest valid checkpoints of a run, oldest first.
+
+    Raises ConfigError if `last` is given with several sources, or if the run has too few.
+    """
     if last is None:
         return sources
     if len(sources) != 1 or type(last) is not int or last < 2:
         count = _counted(len(sources), "source")
         raise ConfigError(f"last={last!r} with {count}: expected one run's folder, and 2 or more")
     run = sources[0]
-    infos = [info for info in list_readable(run).checkpoints if not info.manifest.made_from]
-    if not infos:
+    saved = [info for info in list_readable(run).checkpoints if not info.manifest.made_from]
+    if not saved:
         raise ConfigError(
             f"{run}: no checkpoints of a run in it, {last} are wanted; give the folder that "
             "a run saves to, or the checkpoints themselves without last="
         )
-    newest_run = infos[-1].manifest.run_id
-    of_run = [info for info in infos if info.manifest.run_id == newest_run]
+    newest_run_id = saved[-1].manifest.run_id
+    saved_by_run = [info for info in saved if info.manifest.run_id == newest_run_id]
     # The final export of a run repeats the weights of its last checkpoint, which must not count
-    # twice.
-    checkpoints = [info for info in of_run if not info.manifest.export] or of_run
+    # twice. A run may have exports only.
+    checkpoints = [info for info in saved_by_run if not info.manifest.export]
+    if not checkpoints:
+        checkpoints = saved_by_run
     valid: list[Place] = []
     for info in reversed(checkpoints):
         if len(valid) == last:
@@ -168,9 +183,10 @@ def _choose_sources(sources: list[Place], last: int | None) -> list[Place]:
 def _average_files(
     files: Sequence[TensorFile], shares: Sequence[float], options: ConvertOptions
 ) -> TensorFile:
-    """Make the averages one source for a conversion.
+    """Return the averages as one file or folder that can be converted.
 
-    The source is a folder with the same parts if all sources are folders, else a file.
+    It is a folder with the same parts if all sources are folders, and a file otherwise. Nothing is
+    read yet but what the checks need.
     """
     names = options.made_from
     refuse_quantised_sources(files, names)
@@ -178,7 +194,7 @@ def _average_files(
     if len(folders) < len(files):
         return AveragedFile(files, shares, names, options.dtype)
     refuse_other_parts(folders, names)
-    problems = differing_shares(folders, names)
+    problems = differing_shared_tensors(folders, names)
     last = folders[-1]
     parts = []
     for index, part in enumerate(last.parts):
@@ -200,7 +216,7 @@ def _average_files(
 
 
 def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest | None:
-    """Return the last source's manifest without the fields about one step of a run."""
+    """Return the manifest of the last source without the fields about one step of a run."""
     if last is None:
         return None
     return replace(
@@ -217,11 +233,11 @@ def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest 
     )
 
 
-def _notes_of(averages: TensorFile) -> list[str]:
-    """Return notes for the report; complete only after the tensors were read."""
-    files = [averages]
-    if isinstance(averages, WeightsFolder):
-        files = [part.file for part in averages.parts]
+def _notes_of(averaged: TensorFile) -> list[str]:
+    """Return sentences for the report. They are complete only after all tensors were read."""
+    files = [averaged]
+    if isinstance(averaged, WeightsFolder):
+        files = [part.file for part in averaged.parts]
     notes: dict[str, None] = {}
     unequal: set[str] = set()
     beyond: set[str] = set()
@@ -231,14 +247,13 @@ def _notes_of(averages: TensorFile) -> list[str]:
             unequal |= file.unequal
             beyond |= file.beyond
     if unequal:
-        text = listing(sorted(unequal), ", ")
-        notes[f"{text}: no floating-point numbers, and not equal; the last source's were taken"] = (
-            None
-        )
+        tensors = listing(sorted(unequal), ", ")
+        note = f"{tensors}: no floating-point numbers, and not equal; the last source's were taken"
+        notes[note] = None
     if beyond:
         notes[f"{listing(sorted(beyond), ', ')}: averages beyond the range of their dtype"] = None
     return list(notes)
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,4 +1,8 @@
-"""What sources must have in common for their average to be a model: settings, shares, bases."""
+"""Finds differences between sources because of which their average would not be a model.
+
+A part of a folder is one saved model or one adapter. Parts may share tensors, such as a policy and
+a value head that have one encoder.
+"""
 
 import json
 from collections.abc import Sequence
@@ -55,8 +59,8 @@ def _kinds_of_parts(folder: WeightsFolder) -> list[tuple[str, str]]:
     return [(part.path, part.kind) for part in folder.parts]
 
 
-def differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) -> list[str]:
-    """Return sources in which parts share other tensors than in the first source."""
+def differing_shared_tensors(folders: Sequence[WeightsFolder], names: Sequence[str]) -> list[str]:
+    """Return a problem for each source whose parts share other tensors than the first source's."""
     expected = _shared_tensors(folders[0])
     problems = []
     for name, folder in zip(names, folders, strict=True):
@@ -66,6 +70,7 @@ def differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) -> 
 
 
 def _shared_tensors(folder: WeightsFolder) -> set[frozenset[str]]:
+    """Return the groups of names, such as "policy:embed.weight", that are one tensor."""
     if folder.manifest is None:
         return set()
     return {frozenset(group) for group in folder.manifest.shared}
@@ -74,9 +79,9 @@ def _shared_tensors(folder: WeightsFolder) -> set[frozenset[str]]:
 def differing_part_settings(
     folders: Sequence[WeightsFolder], index: int, names: Sequence[str]
 ) -> list[str]:
-    """Return settings of the part `index` that differ from the first source's and matter.
+    """Return a problem for each setting of the part `index` that differs from the first source.
 
-    A setting matters if it changes the output.
+    Only settings that change the output of the model are compared.
     """
     first = folders[0].parts[index]
     problems = []
@@ -90,49 +95,51 @@ def differing_part_settings(
 
 
 @dataclass(frozen=True)
-class _AdapterOf:
-    """The adapter in a part of one source: its settings and recorded base."""
+class _SourceAdapter:
+    """The adapter in a part of one source: its config and recorded base."""
 
     source: str
     settings: Any
     base: BaseRecord | None
-    is_alone: bool  # the source has no other part than adapters
+    has_only_adapters: bool  # the source has adapters, and no base
 
 
 def differing_bases(
     folders: Sequence[WeightsFolder], index: int, names: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return sources whose adapter in the part `index` has another base, and notes.
+    """Compare the bases of the adapters in the part `index` with that of the first source.
 
-    The base is compared with that of the first source. A base that is lost counts as another. Bases
-    are compared by their sampled elements if all sources have them, else by name and revision.
+    Returns problems, and notes for the report. Bases are compared by their sampled elements if all
+    sources have them, and by name and revision otherwise. It is a problem, too, if the
+    initialisation of an adapter changed the base and the changed base is not stored.
     """
     adapters = []
     for name, folder in zip(names, folders, strict=True):
         part = folder.parts[index]
         settings = adapter_settings(folder.store_of(part))
-        base = part.record.base if part.record is not None else None
-        is_alone = all(part.kind == "adapter" for part in folder.parts)
-        adapters.append(_AdapterOf(name, settings, base, is_alone))
+        base = None if part.record is None else part.record.base
+        has_only_adapters = all(part.kind == "adapter" for part in folder.parts)
+        adapters.append(_SourceAdapter(name, settings, base, has_only_adapters))
     problems = []
     for adapter in adapters:
-        if adapter.is_alone and is_irreproducible(adapter.settings):
+        if adapter.has_only_adapters and is_irreproducible(adapter.settings):
             problems.append(
                 f"{adapter.source}: its initialisation changed the base, which cannot be "
                 "repeated and is not stored"
             )
     are_sampled = all(adapter.base and adapter.base.fingerprint for adapter in adapters)
-    described = [_describe_base(adapter, are_sampled) for adapter in adapters]
-    for name, base_text in zip(names, described, strict=True):
-        if base_text != described[0]:
-            problems.append(f"{name}: base is {base_text}, {described[0]} in {names[0]}")
+    base_texts = [_describe_base(adapter, are_sampled) for adapter in adapters]
+    for name, base_text in zip(names, base_texts, strict=True):
+        if base_text != base_texts[0]:
+            problems.append(f"{name}: base is {base_text}, {base_texts[0]} in {names[0]}")
     notes = []
-    if described[0].startswith(_UNNAMED):
+    if base_texts[0].startswith(_UNNAMED):
         notes.append("the adapters do not name their base; it was not compared")
     return problems, notes
 
 
-def _describe_base(adapter: _AdapterOf, are_sampled: bool) -> str:
+def _describe_base(adapter: _SourceAdapter, are_sampled: bool) -> str:
+    """Return a text that is equal for equal bases."""
     base, settings = adapter.base, adapter.settings
     if are_sampled and base is not None:
         samples = json.dumps(base.fingerprint, sort_keys=True).encode()

@@ -1,7 +1,7 @@
 """Merges adapters into their base.
 
-Nothing here changes the live model. Begin at `live_merge`, which merges a layer at a time by PEFT's
-own merge; `merge_files` does so for stored adapters.
+Nothing here changes the live model. Begin at `live_merge`, which lets PEFT merge one layer at a
+time. `merge_files` does the same for stored adapters.
 """
 
 import lazy_loader

@@ -1,6 +1,7 @@
-"""The layers of a model that adapters are merged into, and the merge of one layer by PEFT.
+"""Finds the layers of a model that adapters change, and merges one layer by PEFT.
 
-A layer is copied to the meta device. To merge it, a second copy gets the tensors.
+`adapted_layers` copies each layer to the meta device, where it takes no memory. `merge_layer`
+copies such a copy once more, fills it with tensors, and lets PEFT merge it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,61 +22,91 @@ from ft_ckpt.ranks.wrappers import unwrap, walk_modules
 
 @dataclass(frozen=True, eq=False)
 class AdaptedLayer:
-    """A layer with adapters, as a copy on the meta device, and the sources of its tensors."""
+    """A layer with adapters, as a copy on the meta device, and the sources of its tensors.
 
-    path: str  # in the model with adapters
-    base_path: str  # in the base model
-    module: nn.Module  # the copy
-    placeholders: Mapping[int, Tensor]  # the tensors of `module`, by key of their source
-    adapters: tuple[str, ...]  # to merge
-    weights: tuple[float, ...] | None  # of `adapters`; None: PEFT merges one after the other
-    base: Mapping[str, Source]  # the tensors of the base layer, by name relative to `base_path`
-    sources: tuple[Source, ...]  # all tensors that merging needs, once per tensor
+    A source is a tensor of the live model. Its key identifies the tensor.
+
+    Attributes:
+        path: The path of the layer in the model with adapters.
+        base_path: The path of the layer in the base model.
+        module: The copy of the layer.
+        placeholders: The meta tensors of `module`, by key of the source that each stands for.
+        adapters: The names of the adapters to merge.
+        weights: The factor of each adapter, or None: PEFT then merges one after the other.
+        base: The sources of the base layer, by name relative to `base_path`.
+        sources: The sources that the merge needs, once per tensor.
+    """
+
+    path: str
+    base_path: str
+    module: nn.Module
+    placeholders: Mapping[int, Tensor]
+    adapters: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    base: Mapping[str, Source]
+    sources: tuple[Source, ...]
 
 
 def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> list[AdaptedLayer]:
-    """Return the outermost layers of the model that an adapter in `names` is merged into."""
+    """Return the outermost layers of the model that an adapter in `names` changes.
+
+    If `choice` names no adapters, the active adapters of each layer are merged.
+    """
     modules: dict[str, nn.Module] = {}
     for path, _, module in walk_modules(view.module):
         modules[path] = unwrap(module)  # a wrapper and its module have the same path
-    sources: dict[int, dict[str, Source]] = {}  # by id of their module, and by name in it
+    sources_by_module: dict[int, dict[str, Source]] = {}  # by id of the module, then by name in it
     for name, source in view.sources.items():
         path, _, last_name = name.rpartition(".")
-        if path in modules:  # not for entries that hooks add to state dicts
-            sources.setdefault(id(modules[path]), {})[last_name] = source
-    base = dict(view.base_sources())
-    left_out = set(view.module.peft_config) - set(names)
+        if path in modules:  # a hook may add entries to the state dict that belong to no module
+            sources_by_module.setdefault(id(modules[path]), {})[last_name] = source
+    base_sources = dict(view.base_sources())
+    other_adapters = set(view.module.peft_config) - set(names)
     weights = dict(zip(names, choice.weights, strict=True)) if choice.weights else {}
     layers = []
     for path in _outermost_layers(modules):
         adapters = _adapters_on(modules[path], names if choice.adapters else None)
         if not adapters:
             continue
-        placeholders = _Placeholders(sources, left_out)
-        module = copy_layer(modules[path], placeholders.of_module)
-        start = view.path_in_base(path)
-        layer_base = _below(start, base)
-        needed = dict(placeholders.sources)
+        placeholders = _Placeholders(sources_by_module, other_adapters)
+        module = copy_layer(modules[path], placeholders.for_module)
+        base_path = view.path_in_base(path)
+        layer_base = _sources_below(base_path, base_sources)
+        needed_sources = dict(placeholders.sources)
         if isinstance(module, ModulesToSaveWrapper) and not weights:
-            for source in layer_base.values():  # replaced, so not needed
-                needed.pop(source.key, None)
+            # The trained copy replaces the base layer, so the tensors of the base are not read.
+            for source in layer_base.values():
+                needed_sources.pop(source.key, None)
+        layer_weights = None
+        if weights:
+            layer_weights = tuple(weights[name] for name in adapters)
         layers.append(
             AdaptedLayer(
-                path,
-                start,
-                module,
-                placeholders.tensors,
-                tuple(adapters),
-                tuple(weights[name] for name in adapters) if weights else None,
-                layer_base,
-                tuple(needed.values()),
+                path=path,
+                base_path=base_path,
+                module=module,
+                placeholders=placeholders.tensors,
+                adapters=tuple(adapters),
+                weights=layer_weights,
+                base=layer_base,
+                sources=tuple(needed_sources.values()),
             )
         )
     return layers
 
 
-def _below(path: str, sources: Mapping[str, Source]) -> dict[str, Source]:
-    """Return the tensors in the module at `path`, by their names in it."""
+def _outermost_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the paths of PEFT layers that lie in no other PEFT layer."""
+    outer_prefix = "\0"  # no path begins so
+    for path, module in modules.items():  # a module comes before the modules in it
+        is_layer = isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        if is_layer and not path.startswith(outer_prefix):
+            outer_prefix = f"{path}."
+            yield path
+
+
+def _sources_below(path: str, sources: Mapping[str, Source]) -> dict[str, Source]:
+    """Return the sources of the module at `path`, by their names in it."""
     prefix = f"{path}."
     below = {}
     for name, source in sources.items():
@@ -85,24 +116,31 @@ def _below(path: str, sources: Mapping[str, Source]) -> dict[str, Source]:
 
 
 class _Placeholders:
-    """Replaces tensors of a layer's modules by meta tensors, and records the sources it needs."""
+    """Makes meta tensors for the modules of one layer, and records which sources the layer needs.
 
-    def __init__(self, sources: Mapping[int, Mapping[str, Source]], left_out: set[str]) -> None:
-        """Take `sources` by id of the module and name, and the adapters `left_out` by name."""
-        self._all_sources, self._left_out = sources, left_out
-        self.tensors: dict[int, Tensor] = {}  # by key of their source
-        self.sources: dict[int, Source] = {}  # that the layer needs, by key
+    Attributes:
+        tensors: The placeholders, by key of the source that each stands for.
+        sources: The sources that the layer needs, by key: all but those of other adapters.
+    """
 
-    def of_module(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the placeholders for the tensors of a module, by name."""
-        tensors = {}
-        for name, source in self._all_sources.get(id(module), {}).items():
-            if self._left_out.isdisjoint(source.name.split(".")):
+    def __init__(
+        self, sources_by_module: Mapping[int, Mapping[str, Source]], other_adapters: set[str]
+    ) -> None:
+        """Take the sources of all modules, by id of the module, then by name in it."""
+        self._sources_by_module, self._other_adapters = sources_by_module, other_adapters
+        self.tensors: dict[int, Tensor] = {}
+        self.sources: dict[int, Source] = {}
+
+    def for_module(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the placeholders for a module's own tensors, by name."""
+        placeholders = {}
+        for name, source in self._sources_by_module.get(id(module), {}).items():
+            if self._other_adapters.isdisjoint(source.name.split(".")):
                 self.sources.setdefault(source.key, source)
             if source.key not in self.tensors:
                 self.tensors[source.key] = _placeholder(source)
-            tensors[name] = self.tensors[source.key]
-        return tensors
+            placeholders[name] = self.tensors[source.key]
+        return placeholders
 
 
 def _placeholder(source: Source) -> Tensor:
@@ -110,17 +148,11 @@ def _placeholder(source: Source) -> Tensor:
     return nn.Parameter(empty, requires_grad=False) if source.is_parameter else empty
 
 
-def _outermost_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    outer = "\0"  # before any path
-    for path, module in modules.items():
-        is_layer = isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-        if is_layer and not path.startswith(outer):
-            outer = f"{path}."
-            yield path
-
-
 def nested_layers(layer: Any) -> list[Any]:
-    """Return a PEFT layer and the PEFT layers in it: several methods may adapt one base layer."""
+    """Return a PEFT layer and the PEFT layers in it, the outermost first.
+
+    PEFT nests them if several methods adapt one base layer.
+    """
     layers = [layer]
     while isinstance(getattr(layers[-1], "base_layer", None), BaseTunerLayer):
         layers.append(layers[-1].base_layer)
@@ -128,7 +160,7 @@ def nested_layers(layer: Any) -> list[Any]:
 
 
 def _adapters_on(layer: Any, names: Sequence[str] | None) -> list[str]:
-    """Return the adapters in `names` that are on the layer; for None, its active adapters."""
+    """Return the adapters in `names` that the layer has, or its active adapters if None."""
     adapters: dict[str, None] = {}
     for tuner in nested_layers(layer):
         available = tuner._get_available_adapters()
@@ -139,20 +171,24 @@ def _adapters_on(layer: Any, names: Sequence[str] | None) -> list[str]:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: at least float32 for floating-point and complex numbers.
+    """Return the dtype in which to compute with tensors of `dtype`.
 
-    Other dtypes are unchanged.
+    It is at least float32, or complex64 for complex numbers. Integers and booleans keep their
+    dtype.
     """
     is_number = dtype.is_floating_point or dtype.is_complex
     return torch.promote_types(dtype, torch.float32) if is_number else dtype
 
 
 def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Compute the tensors of the plain layer, by name in it.
+    """Compute the tensors of the layer without adapters, by name in it.
 
-    The results have the widest dtype of the layer and at least float32. `tensors`, by key of their
-    source, may be modified. Missing tensors are on the meta device. With weights, each adapter is
-    merged alone, and the weighted differences from the base are summed.
+    `tensors` are by key of their source, and may be modified. A tensor that is not in `tensors` is
+    on the meta device, and so is what is computed from it. Floating-point results have the widest
+    dtype in the layer, at least float32.
+
+    If the layer has weights, each adapter is merged alone. The result is then the base plus the sum
+    of weight * (base with the adapter - base).
     """
     all_tensors = {**layer.placeholders, **tensors}
     dtypes = [tensor.dtype for tensor in layer.placeholders.values() if tensor.is_floating_point()]
@@ -167,45 +203,49 @@ def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str,
     total = {name: tensor.clone() for name, tensor in base.items()}
     for adapter, weight in zip(layer.adapters, layer.weights, strict=True):
         copies = {key: tensor.clone() for key, tensor in wide.items()}
-        merged = _merge_copy(layer, copies, (adapter,))
+        with_adapter = _merge_copy(layer, copies, (adapter,))
         for name, tensor in base.items():
             if tensor.is_floating_point():
-                total[name] += (merged[name] - tensor) * weight
+                total[name] += (with_adapter[name] - tensor) * weight
     return total
 
 
 def _merge_copy(
     layer: AdaptedLayer, tensors: Mapping[int, Tensor], adapters: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the tensors of the plain layer after PEFT has merged a copy that has `tensors`."""
-    by_placeholder = {}
+    """Fill a copy of the layer with `tensors`, and let PEFT merge it.
+
+    Returns the tensors of the merged layer, by name.
+    """
+    values_by_placeholder = {}
     for key, placeholder in layer.placeholders.items():
         if key in tensors:
-            by_placeholder[id(placeholder)] = tensors[key]
+            values_by_placeholder[id(placeholder)] = tensors[key]
 
-    def filled(module: nn.Module) -> dict[str, Tensor]:
-        replacements = {}
-        for name, tensor in {**module._parameters, **module._buffers}.items():
-            if id(tensor) in by_placeholder:
-                replacements[name] = by_placeholder[id(tensor)]
-        return replacements
+    def values_for(module: nn.Module) -> dict[str, Tensor]:
+        values = {}
+        for name, placeholder in {**module._parameters, **module._buffers}.items():
+            if id(placeholder) in values_by_placeholder:
+                values[name] = values_by_placeholder[id(placeholder)]
+        return values
 
     with torch.no_grad():
-        plain = _merge_by_peft(copy_layer(layer.module, filled), list(adapters))
-    parameters = dict(plain.named_parameters(remove_duplicate=False))
-    return {**parameters, **dict(plain.named_buffers(remove_duplicate=False))}
+        base_layer = _merge_by_peft(copy_layer(layer.module, values_for), list(adapters))
+    parameters = dict(base_layer.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(base_layer.named_buffers(remove_duplicate=False))}
 
 
 def _merge_by_peft(module: Any, adapters: list[str]) -> nn.Module:
-    """Return the plain layer after PEFT has merged `adapters` into it."""
+    """Merge `adapters` into the layer, and return the module that replaces it in the base model."""
     if isinstance(module, ModulesToSaveWrapper):
         module._active_adapter = adapters[0]
+    base_layer: nn.Module
     if hasattr(module, "unload_and_optionally_merge_module"):
-        merged: nn.Module = module.unload_and_optionally_merge_module(
+        base_layer = module.unload_and_optionally_merge_module(
             merge=True, safe_merge=False, adapter_names=adapters
         )
-        return merged
+        return base_layer
     for layer in reversed(nested_layers(module)):
         layer.merge(safe_merge=False, adapter_names=adapters)
-    plain: nn.Module = module.get_base_layer()
-    return plain
+    base_layer = module.get_base_layer()
+    return base_layer

@@ -9,17 +9,18 @@ from torch import Tensor, nn
 from ft_ckpt.ranks.wrappers import is_engine_attribute, unwrap, user_class
 
 _TORCH_FIELDS = frozenset(vars(nn.Module()))
-Replacements = Callable[[nn.Module], Mapping[str, Tensor]]  # for a module's own tensors, by name
+# Returns replacements of a module's own tensors, by name.
+Replacements = Callable[[nn.Module], Mapping[str, Tensor]]
 
 
 def copy_layer(
     module: nn.Module, replacements: Replacements, copies: dict[int, nn.Module] | None = None
 ) -> nn.Module:
-    """Return a copy, in eval mode, of `module` and all modules that it refers to.
+    """Return a copy, in eval mode, of `module` and of all modules that it refers to.
 
-    `replacements` returns the tensors that take the place of a module's own. Other tensors are
-    shared with the original if they are on the host or on the meta device, and copied to the host
-    if they are on an accelerator. `copies` maps the id of an original to its copy, so that a
+    `replacements` returns, for one module, the tensors that replace its own. The copy shares all
+    other tensors with the original if they are on the host or on the meta device. Tensors on an
+    accelerator are copied to the host. `copies` maps the id of an original to its copy, so that a
     module that occurs twice is copied once.
     """
     copies = {} if copies is None else copies
@@ -31,6 +32,7 @@ def copy_layer(
     copies[id(module)] = copied
     tensors = replacements(module)
     for name, value in vars(module).items():
+        # A method that was patched onto the original is bound to the original.
         is_method = getattr(value, "__self__", None) is module
         is_patched = is_method or is_engine_attribute(name, value)
         if name not in _TORCH_FIELDS and name not in tensors and not is_patched:
@@ -49,7 +51,7 @@ def _copy_tensors(module: nn.Module, copied: nn.Module, tensors: Mapping[str, Te
             names.append(name)
     for name in names:
         tensor: Any = tensors.get(name, module._parameters.get(name))
-        # not wrapped: the merge recognizes a placeholder by its identity
+        # A placeholder is not wrapped, because the merge recognizes it by its identity.
         is_placeholder = isinstance(tensor, nn.Parameter) and tensor.is_meta
         if tensor is not None and not is_placeholder:
             tensor = nn.Parameter(_on_host(tensor), requires_grad=False)
@@ -64,15 +66,15 @@ def _copy_tensors(module: nn.Module, copied: nn.Module, tensors: Mapping[str, Te
 def _copy_value(value: Any, replacements: Replacements, copies: dict[int, nn.Module]) -> Any:
     """Copy an attribute of a module.
 
-    Modules in it are copied by `copy_layer`, tensors as their module's own. Dicts, lists, tuples
-    and sets are copied with what they contain. Any other value is shared with the original.
+    Modules are copied by `copy_layer`, and tensors are copied to the host. Dicts, lists, tuples and
+    sets are copied with their items. Any other value is shared with the original.
     """
     if isinstance(value, nn.Module):
         return copy_layer(value, replacements, copies)
     if isinstance(value, Tensor):
         return _on_host(value)
     if isinstance(value, dict):
-        copied = copy.copy(value)  # of its own class
+        copied = copy.copy(value)  # keeps its class, such as OrderedDict
         for key, item in value.items():
             copied[key] = _copy_value(item, replacements, copies)
         return copied

@@ -1,4 +1,7 @@
-"""Compares the output of a merged model on disk with that of the live model: check="logits"."""
+"""Compares the output of a merged model on disk with that of the live model.
+
+`ft_ckpt` does so if `check="logits"`, or if `check` is a batch.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,25 +15,39 @@ from torch import Tensor, nn
 from ft_ckpt.errors import ConfigError, IncompleteError
 from ft_ckpt.ranks.wrappers import unwrap, user_class
 
-_ROWS, _LENGTH, _SEED = 2, 16, 0  # of the batch for check="logits"
-# Bound on the relative difference of outputs (Euclidean norms): merged weights are rounded once to
-# their type; the live model rounds the product of the base and that of the adapter separately.
+# The batch of random token ids for check="logits".
+_BATCH_ROWS = 2
+_BATCH_LENGTH = 16
+_BATCH_SEED = 0
+# The largest relative difference of the outputs (by Euclidean norm) that passes, by dtype. The
+# outputs differ because merged weights are rounded once to their dtype, but the live model rounds
+# the product with the base and the product with the adapter separately.
 _BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True, eq=False)
 class LogitsCheck:
-    """The output of the live model for a batch. All ranks compute it; rank 0 compares it."""
+    """The output of the live model for a batch.
+
+    All ranks compute the output. Rank 0 compares it.
+
+    Attributes:
+        batch: The keyword arguments of the model, on the host.
+        logits: The output, on the host, in float32.
+        model_class: The class that loads the merged model.
+        dtype: The dtype in which the live model computes.
+    """
 
     batch: Mapping[str, Any]
-    logits: Tensor  # on the host, in float32
-    model_class: type  # to load with
-    dtype: torch.dtype  # of the live model's computation
+    logits: Tensor
+    model_class: type
+    dtype: torch.dtype
 
     def compare(self, folder: Path) -> str:
-        """Load `folder` with transformers and compare; return a note with the relative difference.
+        """Load the merged model in `folder` with transformers, and compare its output.
 
-        Raises IncompleteError when the difference exceeds the bound of its type.
+        Returns a sentence with the relative difference. Raises IncompleteError if the difference
+        exceeds the bound of the dtype.
         """
         cls: Any = self.model_class
         loaded = cls.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
@@ -38,22 +55,23 @@ class LogitsCheck:
         bound = max(_BOUNDS.get(self.dtype, 1e-1), _BOUNDS.get(loaded.dtype, 1e-1))
         difference = float((logits - self.logits).norm() / self.logits.norm().clamp_min(1e-30))
         rows, length = logits.shape[:2]
-        note = (
+        text = (
             f"logits of {rows} x {length} tokens differ by {difference:.2g} of their size, "
             f"bound {bound:g}"
         )
         if not difference <= bound:  # NaN is a difference too
             raise IncompleteError(
-                f"{note}: the merged model is not the live one; nothing is committed"
+                f"{text}: the merged model is not the live one; nothing is committed"
             )
-        return note
+        return text
 
 
 def live_logits(model: nn.Module, check: str | Mapping[str, Any]) -> LogitsCheck:
     """Compute the output of `model` for the batch `check`, or for random token ids if "logits".
 
-    Call on every rank. The model is in eval mode meanwhile. Raises ConfigError for another `check`,
-    and for "logits" if the model does not take token ids.
+    All ranks must call this function. The model is in eval mode during the call. Raises ConfigError
+    if `check` is neither "logits" nor a mapping, and for "logits" if the model does not take token
+    ids.
     """
     base: Any = unwrap(model)
     if hasattr(base, "get_base_model"):
@@ -89,15 +107,15 @@ def _logits_of(model: Any, batch: Mapping[str, Any]) -> Tensor:
 
 def _random_batch(model: Any) -> dict[str, Tensor]:
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocab_size = getattr(text, "vocab_size", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocab_size = getattr(text_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or getattr(model, "main_input_name", "") != "input_ids":
         raise ConfigError(
             f'check="logits": no batch can be made for {type(model).__name__}; give one, '
             f"check={{...}}"
         )
-    generator = torch.Generator("cpu").manual_seed(_SEED)
-    ids = torch.randint(vocab_size, (_ROWS, _LENGTH), generator=generator, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(_BATCH_SEED)
+    ids = torch.randint(vocab_size, (_BATCH_ROWS, _BATCH_LENGTH), generator=generator, device="cpu")
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = ids

@@ -1,7 +1,7 @@
 """Merges stored adapters into their base, layer by layer.
 
-The base is a model on its mapped files. PEFT attaches the adapters to it, and it is saved like any
-merged model.
+The base model is created with mapped weight files. PEFT attaches the adapters to it, and then it is
+saved like a live model with merged adapters.
 """
 
 import re
@@ -44,8 +44,9 @@ from ft_ckpt.storage.places import Place, open_place
 _TOKENIZER = re.compile(
     r"tokenizer|special_tokens|added_tokens|vocab\.|merges\.txt|spiece|chat_template|processor_config"
 )
-_TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's further templates, by name
-# Rewritten, or belonging only to the base or to the adapters.
+# A tokenizer keeps its named chat templates in this folder.
+_TEMPLATES = "additional_chat_templates"
+# Files of the base that the merge rewrites, or that describe the base or its adapters only.
 _NOT_COPIED = re.compile(
     r"(config|generation_config|adapter_config)\.json$|README\.md$|(adapters|state)/|.*\.py$"
 )
@@ -66,32 +67,40 @@ def merge(
     overwrite: bool = False,
     progress: bool = True,
 ) -> ConvertReport:
-    """Write the base of an adapter with the adapter merged into it to the folder `dst`.
+    """Merge an adapter into its base model, and write the result to the folder `dst`.
 
-    A failed call leaves nothing; a result is durable. `adapter` is a PEFT folder or an ft_ckpt
-    checkpoint, with one or several adapters. The active ones are merged, or those named in
-    `adapters`, each multiplied by its number in `weights`, if given. `base` is the folder of the
-    base model; by default the one in the same checkpoint, or the one that the adapter names, if
-    that is a folder on this machine or in the Hub's cache. The base is compared with the samples in
-    the adapter's manifest unless `check_base` is False. The adapter of a quantised base (QLoRA) is
-    merged into the model that was quantised. `check`="logits", or a batch, runs both models before
-    the folder is committed; fused experts are then in memory. `overwrite` is that of `convert`.
+    The folder is complete and durable when the call returns. A failed call leaves nothing.
 
-    Layers are merged in float32 and rounded once to the base's type, or to `dtype`. The base is
-    mapped, and one layer at a time is in memory. Sidecar files are the base's; the tokenizer is the
-    adapter's if it has one. The manifest names the sources. The files of ft_ckpt checkpoints are
-    compared with their digests first.
+    `adapter` is a PEFT folder or a checkpoint of ft_ckpt, with one or several adapters. The active
+    adapters are merged, or those named in `adapters`. If `weights` are given, each adapter is
+    multiplied by its weight.
 
-    Raises SelectionError naming all that cannot be merged; LoadError if there is no base, if the
-    adapters name several, if settings or tensors of an adapter do not fit it, or if its
-    initialisation changed the base in a way that cannot be repeated; BaseMismatchError if the base
-    is another one; IncompleteError for NaN; for files as `convert` does.
+    `base` is the folder of the base model. By default it is the base in the same checkpoint, or
+    else the one that the adapter names, which must be a folder on this machine or in the Hub's
+    cache. The base is compared with the samples in the adapter's manifest unless `check_base` is
+    False. The adapter of a quantised base (QLoRA) is merged into the model that was quantised.
+
+    `check` is "logits" or a batch: both models then compute their output, and the outputs are
+    compared before the folder is committed. This needs fused experts in memory. `overwrite` is that
+    of `convert`.
+
+    Layers are merged in float32 and rounded once to the dtype of the base, or to `dtype`. The base
+    is mapped, and one layer at a time is in memory. The sidecar files are those of the base. The
+    tokenizer is the adapter's if it has one. The manifest names the sources. The files of
+    checkpoints of ft_ckpt are first compared with their digests.
+
+    Raises SelectionError naming everything that cannot be merged. Raises LoadError if there is no
+    base, if the adapters name several bases, if the config or the tensors of an adapter do not fit
+    the base, or if the initialisation of an adapter changed the base in a way that cannot be
+    repeated. Raises BaseMismatchError if the base is another one, and IncompleteError for NaN. For
+    files it raises what `convert` raises.
     """
     begun = time.monotonic()
-    source, goal = open_place(adapter), open_place(dst)
+    source = open_place(adapter)
+    target = open_place(dst)
     named_base = None if base is None else open_place(base)
     options = convert_options(
-        goal,
+        target,
         format=format,
         dtype=dtype,
         max_shard_size=max_shard_size,
@@ -115,7 +124,7 @@ def merge(
             stored.settings,
             in_memory=check is not None,
         )
-        base_is_stored = stored.has_base and base is None
+        base_is_stored = stored.has_base and named_base is None
         model, notes = attach_adapters(
             base_model.model,
             stored.checkpoint,
@@ -125,9 +134,12 @@ def merge(
         )
         max_mode = folder.mode_at(options.target)
         max_mode &= Place(stored.checkpoint.store).mode_at(options.target)
+        compare_logits = None
+        if check is not None:
+            compare_logits = live_logits(model, check).compare
         arguments = {
             "made_from": (source.basename, base_place.basename),
-            "check": None if check is None else live_logits(model, check).compare,
+            "check": compare_logits,
             "extra_files": _sidecar_files(base_file, stored),
             "max_mode": max_mode,
         }
@@ -154,7 +166,7 @@ def _save_merged(
     arguments: Mapping[str, Any],
     begun: float,
 ) -> SaveReport:
-    """Save by this process alone, even inside a process group."""
+    """Save the merged model. This process saves alone, even inside a process group."""
     settings = {
         "dtype": options.dtype or "as_is",
         "format": options.format.name,
@@ -181,7 +193,11 @@ def _save_merged(
 
 
 def _sidecar_files(base_file: TensorFile, stored: StoredAdapters) -> dict[str, bytes]:
-    """Return the sidecar files of the base, with the adapter's tokenizer if it has one."""
+    """Return the contents of the sidecar files, by name.
+
+    They are the base's files. If the adapter has a tokenizer, all tokenizer files are the
+    adapter's.
+    """
     stores: dict[str, Store] = {}
     if isinstance(base_file, WeightsFolder):
         sidecars, _ = base_file.companions()
@@ -200,6 +216,7 @@ def _sidecar_files(base_file: TensorFile, stored: StoredAdapters) -> dict[str, b
 
 
 def _tokenizer_files(store: Store) -> list[str]:
+    """Return the paths of the tokenizer files in a folder, named chat templates included."""
     names = [file.name for file in store.list_folder().objects if _TOKENIZER.search(file.name)]
     templates = store.within(_TEMPLATES).list_folder().objects
     return names + [f"{_TEMPLATES}/{file.name}" for file in templates]

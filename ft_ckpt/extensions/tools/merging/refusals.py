@@ -1,4 +1,8 @@
-"""Why adapters cannot be merged: their method, their layers, tensors that no layer uses."""
+"""Refuses adapters that cannot be merged, and says why.
+
+Reasons are the method of an adapter, a layer that PEFT cannot merge, and tensors of an adapter that
+no layer uses.
+"""
 
 import traceback
 from collections.abc import Sequence
@@ -28,7 +32,7 @@ def refuse_quantised(base: Any) -> None:
 
 
 def refuse_unmergeable(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> None:
-    """Raise SelectionError naming the reasons why the adapters `names` cannot be merged."""
+    """Raise SelectionError naming all reasons why the adapters `names` cannot be merged."""
     problems = []
     for name in names:
         reason = _why_not_adapter(view.module.peft_config[name])
@@ -47,6 +51,7 @@ def refuse_unmergeable(view: View, names: Sequence[str], layers: Sequence[Adapte
 
 
 def _why_not_adapter(config: Any) -> str | None:
+    """Return why adapters with this PEFT config cannot be merged, or None."""
     method = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning or config.is_adaption_prompt:
         return f"{method} acts on inputs, not on weights"
@@ -56,25 +61,29 @@ def _why_not_adapter(config: Any) -> str | None:
 
 
 def _why_not_layer(layer: AdaptedLayer) -> str | None:
+    """Return why the layer cannot be merged, or None."""
     for tuner in nested_layers(layer.module):
         if tuner.disable_adapters:
             return "its adapters are switched off (call enable_adapter_layers())"
         if isinstance(tuner, BaseTunerLayer) and type(tuner).merge is BaseTunerLayer.merge:
             method = type(tuner).__module__.split(".")[-2]
             return f"PEFT has no merge for {method} ({type(tuner).__name__})"
-    is_replaced = isinstance(layer.module, AuxiliaryTrainingWrapper)
-    if is_replaced and len(layer.adapters) > 1 and layer.weights is None:
+    has_trained_copies = isinstance(layer.module, AuxiliaryTrainingWrapper)
+    if has_trained_copies and len(layer.adapters) > 1 and layer.weights is None:
         return (
             f"trained by several adapters ({', '.join(layer.adapters)}), of which only one can "
             "replace it; give each a weight"
         )
-    return _why_not_merged(layer)
+    return _problem_of_trial_merge(layer)
 
 
-def _why_not_merged(layer: AdaptedLayer) -> str | None:
-    """Tell what is wrong with the layer after a merge on the meta device."""
+def _problem_of_trial_merge(layer: AdaptedLayer) -> str | None:
+    """Merge the layer on the meta device, which computes only shapes.
+
+    Returns the refusal of PEFT, or the wrong shapes of the result, or None.
+    """
     try:
-        merged = merge_layer(layer, {})
+        outputs = merge_layer(layer, {})
     except Exception as error:  # noqa: BLE001 - a refusal by PEFT, or an error of torch on the meta device
         last_frame = traceback.extract_tb(error.__traceback__)[-1]
         is_raised = str(last_frame.line).startswith("raise")
@@ -82,21 +91,23 @@ def _why_not_merged(layer: AdaptedLayer) -> str | None:
         return f"{type(error).__name__}: {error}" if is_refusal else None
     problems = []
     for name, source in layer.base.items():
-        shape = tuple(merged[name].shape) if name in merged else None
+        shape = None
+        if name in outputs:
+            shape = tuple(outputs[name].shape)
         if shape != source.shape:
             problems.append(f"{name} is {shape}, not {source.shape}")
     return f"once merged, {listing(problems, ', ')}" if problems else None
 
 
 def _unused_tensors(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> list[str]:
-    """Return tensors of the adapters `names` that no layer uses."""
-    used = {source.key for _, source in view.base_sources()}
+    """Return a problem for each tensor of the adapters `names` that no layer uses."""
+    used_keys = {source.key for _, source in view.base_sources()}
     for layer in layers:
-        used.update(source.key for source in layer.sources)
-        used.update(source.key for source in layer.base.values())
-    left_out = set(view.module.peft_config) - set(names)
+        used_keys.update(source.key for source in layer.sources)
+        used_keys.update(source.key for source in layer.base.values())
+    other_adapters = set(view.module.peft_config) - set(names)
     unused = []
     for name, source in view.sources.items():
-        if source.key not in used and left_out.isdisjoint(name.split(".")):
+        if source.key not in used_keys and other_adapters.isdisjoint(name.split(".")):
             unused.append(f"{name}: used by no layer")
     return unused

@@ -1,4 +1,9 @@
-"""The adapters to merge, as they are stored, and the base that they name."""
+"""Finds stored adapters to merge, and the base that they name.
+
+A place is a folder on a disk or a prefix in a bucket. A record describes one part of a checkpoint:
+here, one adapter in its folder. Adapters that PEFT saved have no manifest, so records are made for
+them from their files.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,10 +27,10 @@ _CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """Adapters of one base in one folder."""
+    """The chosen adapters in one folder, all of one base."""
 
     checkpoint: OpenCheckpoint
-    records: tuple[PartRecord, ...]  # of the chosen adapters
+    records: tuple[PartRecord, ...]
 
     @property
     def folder(self) -> Store:
@@ -39,7 +44,7 @@ class StoredAdapters:
 
     @property
     def files(self) -> set[str]:
-        """The paths of the files of the adapters, if the checkpoint is one of ft_ckpt."""
+        """The paths of the adapters' files. There are none in a folder that PEFT saved."""
         files: set[str] = set()
         for record in self.records:
             files |= files_in(self.checkpoint.manifest, record.path)
@@ -47,31 +52,34 @@ class StoredAdapters:
 
     @property
     def base_place(self) -> Place:
-        """The place of their base if it is in the same checkpoint."""
+        """The place where the base is if it is in the same checkpoint; see `has_base`."""
         first = self.records[0]
         path = first.path.removesuffix(f"adapters/{first.adapter}").rstrip("/")
         return Place(self.checkpoint.place.folder, path)
 
     @property
     def has_base(self) -> bool:
+        """Whether the base is in the same checkpoint."""
         return self.base_place.folder.stat("config.json") is not None
 
 
 def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -> StoredAdapters:
-    """Open the adapters `names` at `place`, or the active ones, until the stack ends.
+    """Open the adapters `names` at `place`, or the active adapters if `names` is None.
 
-    Raises ConfigError if `names` is not a list of names, LoadError if there are no adapters,
-    SelectionError for unknown names and for an ambiguous choice.
+    The exit of `stack` closes the checkpoint. Raises ConfigError if `names` is not a list of names,
+    LoadError if there are no adapters, and SelectionError for unknown names, or if `names` is None
+    and none of several adapters is active.
     """
     if names is not None and not _are_names(names):
         raise ConfigError(f"adapters={names!r}: expected names of adapters, in a list")
     around = checkpoint_around(place)
     if around is not None:
-        root, folder = around  # of one adapter, or "" for all
+        # `folder` is a path in the checkpoint: one adapter's, or "" for the whole checkpoint.
+        root, folder = around
         checkpoint = stack.enter_context(open_checkpoint(Place(root)))
-        records = _records_below(checkpoint.manifest, folder)
+        records = _adapter_records(checkpoint.manifest, folder)
     else:
-        records = _foreign_records(place.folder)
+        records = _records_of_peft_folder(place.folder)
         manifest = Manifest(tuple(records), (), "adapter", "")
         checkpoint = OpenCheckpoint(place, place.folder, manifest, "")
     if not records:
@@ -84,7 +92,8 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
     return stored
 
 
-def _records_below(manifest: Manifest, folder: str) -> list[PartRecord]:
+def _adapter_records(manifest: Manifest, folder: str) -> list[PartRecord]:
+    """Return the records of the adapters in `folder`, a path in the checkpoint."""
     records = []
     for record in manifest.parts:
         is_below = not folder or f"{record.path}/".startswith(f"{folder}/")
@@ -94,10 +103,10 @@ def _records_below(manifest: Manifest, folder: str) -> list[PartRecord]:
 
 
 def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> MergeChoice | None:
-    """Return the choice of the stored adapters with their weights, if given.
+    """Return which adapters to merge, with which weights.
 
-    Raises ConfigError for weights that are not finite numbers in order, SelectionError for too few
-    or too many.
+    Raises ConfigError unless `weights` is None or a list of finite numbers. Raises SelectionError
+    unless there is one for each adapter.
     """
     names = [str(record.adapter) for record in stored.records]
     if weights is None:
@@ -116,8 +125,8 @@ def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> Mer
 def find_base(stored: StoredAdapters, base: Place | None) -> Place:
     """Find the folder of the base to merge into.
 
-    The folder is `base`, or that in the same checkpoint, or the one that the adapters name. Raises
-    LoadError if there is none, or if the adapters name several.
+    It is `base` if given, else the base in the same checkpoint, else the base that the adapters
+    name. Raises LoadError if there is none, or if the adapters name several.
     """
     if base is not None:
         return base if base.is_folder else cached_base(str(base), None) or base
@@ -125,29 +134,30 @@ def find_base(stored: StoredAdapters, base: Place | None) -> Place:
         return stored.base_place
     bases = {}
     for record in stored.records:
-        unnamed = BaseRecord(None, None, "float32", "", {})
-        bases[str(record.adapter)] = record.base or unnamed
+        unknown_base = BaseRecord(None, None, "float32", "", {})
+        bases[str(record.adapter)] = record.base or unknown_base
     _refuse_several_bases(bases)
-    name = str(stored.records[0].adapter)
-    recorded = bases[name]
-    named = stored.settings.get("base_model_name_or_path")
-    for identity in (recorded.id, named):
-        if identity and isinstance(identity, str):
-            folder = base_folder(identity, recorded.revision)
+    adapter = str(stored.records[0].adapter)
+    recorded_base = bases[adapter]
+    id_in_config = stored.settings.get("base_model_name_or_path")
+    for base_id in (recorded_base.id, id_in_config):
+        if base_id and isinstance(base_id, str):
+            folder = base_folder(base_id, recorded_base.revision)
             if folder is not None:
                 return folder
     raise LoadError(
-        f"adapter {name!r}: its base {recorded.id or named!r} is neither a folder here nor "
-        "in the Hub's cache; name its folder with base="
+        f"adapter {adapter!r}: its base {recorded_base.id or id_in_config!r} is neither a folder "
+        "here nor in the Hub's cache; name its folder with base="
     )
 
 
 def _refuse_several_bases(bases: Mapping[str, BaseRecord]) -> None:
-    identities = {(base.id, base.revision) for base in bases.values()}
-    if len(identities) < 2:
+    """Raise LoadError if the adapters, by name, have different bases."""
+    ids = {(base.id, base.revision) for base in bases.values()}
+    if len(ids) < 2:
         return
-    samples = [dict(base.fingerprint) for base in bases.values()]
-    if samples[0] and all(sample == samples[0] for sample in samples):
+    fingerprints = [dict(base.fingerprint) for base in bases.values()]
+    if fingerprints[0] and all(other == fingerprints[0] for other in fingerprints):
         return  # one base under several names
     problems = []
     for adapter, base in bases.items():
@@ -158,18 +168,23 @@ def _refuse_several_bases(bases: Mapping[str, BaseRecord]) -> None:
     )
 
 
-def _foreign_records(store: Store) -> list[PartRecord]:
-    """Return the adapters in a PEFT folder: "default" in it, others in subfolders."""
+def _records_of_peft_folder(store: Store) -> list[PartRecord]:
+    """Return the adapters that PEFT saved: "default" in the folder itself, others in subfolders."""
     records = []
     if store.stat(_CONFIG) is not None:
-        records.append(_foreign_record(store, "", "default"))
+        records.append(_record_of_peft_adapter(store, "", "default"))
     for name in sorted(folder.name for folder in store.list_folder().folders):
         if store.stat(f"{name}/{_CONFIG}") is not None:
-            records.append(_foreign_record(store.within(name), name, name))
+            records.append(_record_of_peft_adapter(store.within(name), name, name))
     return records
 
 
-def _foreign_record(store: Store, path: str, name: str) -> PartRecord:
+def _record_of_peft_adapter(store: Store, path: str, name: str) -> PartRecord:
+    """Return a record of the adapter in the folder `store`.
+
+    `path` is the path of that folder in the folder of all adapters. Raises CorruptError for a
+    config without weights, or for one that cannot be parsed.
+    """
     files, _ = weight_files(store, "adapter")
     if not files:
         raise CorruptError(
@@ -187,6 +202,7 @@ def _foreign_record(store: Store, path: str, name: str) -> PartRecord:
 
 
 def _read_config(store: Store) -> dict[str, Any]:
+    """Read the adapter's config. Returns {} for JSON that is no object."""
     try:
         settings = json.loads(read_text(store, _CONFIG))
     except ValueError as error:
@@ -204,6 +220,7 @@ def _are_names(value: Any) -> bool:
 def _chosen_records(
     place: Place, records: Sequence[PartRecord], names: Sequence[str] | None
 ) -> tuple[PartRecord, ...]:
+    """Return the records of the adapters `names`, or of the active ones; see `find_adapters`."""
     by_name = {str(record.adapter): record for record in records}
     if names is None:
         active = [record for record in records if record.active]
