@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.storage.io import Block, BlockKeeper, Memory, address_of, new_block, new_block_of
+from ft_ckpt.storage.io import Block, BlockAllocator, Memory, address_of, new_block, new_block_of
 
 PIECE_BYTES = 8 << 20  # copied to the host while the previous piece is in use
 _MIN_REGISTERED_BYTES = 16 << 20  # below, torch's allocator rounds up little and is faster
@@ -192,7 +192,7 @@ def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor
             _arrived_piece(in_flight)
 
 
-class PinnedBlocks(BlockKeeper):
+class PinnedBlocks(BlockAllocator):
     """Pinned blocks, from which `devices` copy on this thread's streams."""
 
     def __init__(self, devices: frozenset[torch.device]) -> None:
@@ -202,11 +202,11 @@ class PinnedBlocks(BlockKeeper):
     def make_block(self, size_bytes: int) -> Memory:
         return pinned_block(size_bytes, next(iter(self.devices)))
 
-    def leave_block(self, block: Memory) -> None:
+    def record_copies(self, block: Memory) -> None:
         """Record the work queued on the devices, which may still copy from the block."""
         self._copied[address_of(block)] = [record_moment(device) for device in self.devices]
 
-    def await_block(self, block: Memory) -> None:
+    def await_copies(self, block: Memory) -> None:
         for moment in self._copied.pop(address_of(block), ()):
             moment.await_done()
 

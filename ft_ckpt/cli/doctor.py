@@ -12,7 +12,7 @@ from ft_ckpt.cli.doctor_ranks import SharingReport, examine_sharing, show_sharin
 from ft_ckpt.cli.options import add_json, print_lines
 from ft_ckpt.errors import TargetError
 from ft_ckpt.ranks import Ranks, launch_of_process, launched_ranks
-from ft_ckpt.storage import MountedFrom, mount_of
+from ft_ckpt.storage import Mount, mount_of
 from ft_ckpt.storage.local import BUCKET_NEEDS, FOLDER_NEEDS, Ability, try_place
 from ft_ckpt.storage.places import Place, open_place
 from ft_ckpt.values import human_size
@@ -34,7 +34,7 @@ class PlaceReport:
     """The result of examining a place."""
 
     place: str
-    mount: MountedFrom | None  # None for a bucket
+    mount: Mount | None  # None for a bucket
     free_bytes: int | None
     abilities: tuple[Ability, ...]
 

@@ -9,7 +9,7 @@ from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats.layout import Layout, TensorRecord
 from ft_ckpt.storage import Writable
 from ft_ckpt.storage.digests import FileRecord, whole_digest
-from ft_ckpt.storage.io import DurableFile, Region, WriterPool, region_of
+from ft_ckpt.storage.io import FileWriter, Region, WriterPool, region_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def write_file(
     return FileRecord(plan.path, layout.size_bytes, whole_digest(digest), etag=etag, sha256=sha256)
 
 
-def _put_woven(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> None:
+def _put_woven(file: FileWriter, layout: Layout, feed: Iterator[Region]) -> None:
     assert layout.weave is not None, "the caller has looked"
     for region in layout.weave(_expected_regions(layout, feed)):
         file.put_region(region)
@@ -66,7 +66,7 @@ def _expected_regions(layout: Layout, feed: Iterator[Region]) -> Iterator[Region
         yield from _regions_of_tensor(spec.name, start, start + spec.size_bytes, feed)
 
 
-def _put_in_order(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> None:
+def _put_in_order(file: FileWriter, layout: Layout, feed: Iterator[Region]) -> None:
     """Write the header, the tensors and the trailer, with zeros between them."""
     has_trailer = layout.trailer is not None
     digests = {spec.name: xxhash.xxh3_128() for spec in layout.specs} if has_trailer else {}

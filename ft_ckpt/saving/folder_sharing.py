@@ -13,7 +13,7 @@ from ft_ckpt.processes import machine_id
 from ft_ckpt.ranks import Ranks, Values, rank_numbers, try_action
 from ft_ckpt.saving.planning import Mode
 from ft_ckpt.saving.range_trial import try_ranges
-from ft_ckpt.storage import MountedFrom, Store, mount_of
+from ft_ckpt.storage import Mount, Store, mount_of
 from ft_ckpt.storage.local import LocalStore, folder_of
 
 _PROBE = ".ft_ckpt-probe"
@@ -120,7 +120,7 @@ def _decide(views: Values) -> dict[str, Any]:
     mounts = []
     for view in views:
         if view.get("mount") is not None:
-            mounts.append(MountedFrom(**view["mount"]))
+            mounts.append(Mount(**view["mount"]))
     mode: Mode | None = None
     reason = ""
     if blind:
@@ -139,7 +139,7 @@ def _decide(views: Values) -> dict[str, Any]:
     }
 
 
-def _decide_by_kind(mounts: list[MountedFrom]) -> tuple[Mode | None, str]:
+def _decide_by_kind(mounts: list[Mount]) -> tuple[Mode | None, str]:
     """Choose the mode for several clients of one file system; None if its kind leaves it open."""
     for mount in mounts:
         if mount.is_bucket:

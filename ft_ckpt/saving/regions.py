@@ -214,7 +214,7 @@ def _while_all_write(regions: Iterable[Region], ranks: Ranks, max_bytes: int) ->
         for low in range(0, region.size_bytes, max_bytes):
             ranks.check_peers()
             size = min(max_bytes, region.size_bytes - low)
-            yield Region(region.start + low, region.address + low, size, region.keeper)
+            yield Region(region.start + low, region.address + low, size, region.memory_owner)
 
 
 def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:

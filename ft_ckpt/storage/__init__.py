@@ -1,15 +1,15 @@
-"""Bytes on disks and in buckets. Each room has a front of its own.
+"""Stores bytes on disks and in buckets. Its packages are entered by their own `__init__.pyi`.
 
-| room | holds |
+| package | holds |
 |---|---|
 | `places` | paths and URLs, the stores that serve them, copies between them |
-| `digests` | digests of files, and their comparison before the first use |
-| `local` | folders of this machine as stores, locks, trials of file systems |
+| `digests` | digests of files, and the comparison of files with them |
+| `local` | folders of this machine as stores, locks, trials of file systems and buckets |
 | `io` | reads and writes of large files at the rate of the disk or network |
 
 Nothing here depends on tensors, models, collectives or manifests, and nothing here imports torch.
-Begin at `store`, the interfaces of a store; then `look_ups`, which says what is at a path, and
-`local_disk`, the changes of a file system that survive a power cut.
+Begin at `store`, which has the interfaces of a store. Then read `look_ups`, which looks up what is
+at a path, and `local_disk`, which changes a local file system so that it survives a power cut.
 """
 
 import lazy_loader

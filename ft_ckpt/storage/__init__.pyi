@@ -16,7 +16,7 @@ from .look_ups import (
     walk_tree as walk_tree,
 )
 from .mounts import (
-    MountedFrom as MountedFrom,
+    Mount as Mount,
     mount_of as mount_of,
 )
 from .store import (

@@ -1,4 +1,4 @@
-"""Linux calls that Python's standard library lacks, through ctypes."""
+"""Calls functions of Linux that Python's standard library lacks, through ctypes."""
 
 import ctypes
 import errno
@@ -7,11 +7,15 @@ import os
 import sys
 from pathlib import Path
 
-DONTNEED, HUGEPAGE, POPULATE_READ = 4, 14, 22  # linux: MADV_DONTNEED, ...
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-_MAP_NORESERVE = 0x4000  # a private mapping of a large file must not count as committed memory
+# Advices of madvise: MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ.
+DONTNEED, HUGEPAGE, POPULATE_READ = 4, 14, 22
+_AT_FDCWD = -100  # linux/fcntl.h
+_RENAME_EXCHANGE = 2  # linux/fs.h
+# With this flag, a private mapping of a large file does not count as committed memory.
+_MAP_NORESERVE = 0x4000
 _KEEP_SIZE = 1  # linux/falloc.h
-_CACHESTAT = 451  # linux 6.5; the same number on every architecture
+# The number of the system call cachestat, of Linux 6.5. It is the same on every architecture.
+_CACHESTAT = 451
 _FAILED = ctypes.c_void_p(-1).value
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -38,18 +42,23 @@ def exchange_folders(first: Path, second: Path) -> None:
 
 
 def fallocate(descriptor: int, size_bytes: int, *, keeps_size: bool = False) -> None:
-    """Allocate the first `size_bytes` of a file; with `keeps_size`, its size stays as it is.
+    """Allocate the space of the first `size_bytes` of a file.
 
-    Raises OSError, with ENOSYS where the C library has no such call.
+    With `keeps_size`, the size of the file stays as it is. Raises OSError, with ENOSYS where the C
+    library has no such call.
 
-    Not posix_fallocate: on file systems without the operation, the C library writes to every block.
+    This is not posix_fallocate, with which the C library writes to every block if the file system
+    cannot allocate.
     """
     mode = _KEEP_SIZE if keeps_size else 0
     _call("fallocate", descriptor, mode, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
 
 
 def _call(name: str, *arguments: object, subject: str | None = None) -> None:
-    """Call a function of the C library that returns 0, again after each interrupting signal."""
+    """Call a function of the C library that returns 0 for success, again if a signal interrupts it.
+
+    Raises OSError with the error that it sets, and with `subject` as its file name.
+    """
     if not hasattr(_LIBC, name):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)
     function = getattr(_LIBC, name)
@@ -60,27 +69,29 @@ def _call(name: str, *arguments: object, subject: str | None = None) -> None:
 
 
 def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
-    """Count the bytes of this range of a file in the page cache, in whole pages.
+    """Count the bytes of this range of a file that are in the page cache, in whole pages.
 
     Returns None if the kernel has no cachestat.
     """
     if not sys.platform.startswith("linux"):
-        return None  # elsewhere the number is that of another call
+        return None  # On other systems the number stands for another call.
     byte_range = (ctypes.c_uint64 * 2)(start, size_bytes)
-    page_counts = (ctypes.c_uint64 * 5)()  # struct cachestat: cached pages first
+    page_counts = (ctypes.c_uint64 * 5)()  # struct cachestat, which begins with the cached pages
     if _LIBC.syscall(_CACHESTAT, descriptor, byte_range, page_counts, 0):
         return None
     return int(page_counts[0]) * mmap.PAGESIZE
 
 
 def map_private(descriptor: int, size_bytes: int) -> int | None:
-    """Map an open file (-1: zeroed memory) privately and writably, and return the address.
+    """Map an open file, or zeroed memory if `descriptor` is -1, and return the address.
 
-    Returns None if the mapping is refused.
+    The mapping is private and writable. Returns None if the system refuses it.
     """
     flags = mmap.MAP_PRIVATE | (mmap.MAP_ANONYMOUS if descriptor < 0 else _MAP_NORESERVE)
     address = _LIBC.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     return None if address in (None, _FAILED) else int(address)
 
 
-madvise, munmap = _LIBC.madvise, _LIBC.munmap  # of addresses
+# Both take an address and a size in bytes.
+madvise = _LIBC.madvise
+munmap = _LIBC.munmap

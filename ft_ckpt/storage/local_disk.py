@@ -1,4 +1,8 @@
-"""Durable operations on a local file system, each safe to interrupt at any call."""
+"""Changes files and folders of a local file system so that the changes survive a power cut.
+
+Each operation is safe to interrupt between any two of its system calls. In tests, the process is
+killed at each of them.
+"""
 
 import contextlib
 import errno
@@ -14,31 +18,32 @@ from ft_ckpt.messages import warn
 from ft_ckpt.storage import libc
 from ft_ckpt.storage.look_ups import folder_mode, is_folder, permission_bits
 
-# Calls that change the disk, under names that tests can replace to stop the process at each of
-# them.
+# The calls that change the disk. Tests replace these names, to stop the process at each call.
 mkdir = os.mkdir
 move = os.replace
 exchange_folders = libc.exchange_folders
 unlink = os.unlink
 chmod = os.chmod
 fsync = os.fsync
-# a file that is open over NFS must not fail a save
+# Errors are ignored, because a file that is open over NFS must not fail a save.
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 
-PREFIX = ".ft_ckpt-"  # of every hidden name inside a checkpoint
-# age at which leftovers of other machines, whose owner is unknown, are abandoned
+PREFIX = ".ft_ckpt-"  # every hidden name inside a checkpoint begins with it
+# If nothing is known of the process that left a file or folder, it counts as ended after this time.
 ABANDONED_SECONDS = 24 * 3600
-_FEW_PATHS = 4  # for more, threads pay
+# So many paths are synced without threads, because starting them takes longer.
+_FEW_PATHS = 4
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-# vfat, some mounts of FUSE and CIFS
+# Errors of vfat, and of some mounts of FUSE and CIFS.
 _CANNOT_CHMOD = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
-_without_modes: set[int] = set()  # devices that were warned about
+# The devices without permissions that this process has warned of.
+_devices_without_modes: set[int] = set()
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file's bytes, or a folder's names, so that they survive a power cut."""
+    """Sync the bytes of a file, or the names in a folder, so that they survive a power cut."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         sync_open(handle)
@@ -47,7 +52,7 @@ def sync_path(path: Path) -> None:
 
 
 def sync_open(handle: int) -> None:
-    """Sync an open file or folder. On file systems without such a call this does nothing."""
+    """Sync an open file or folder. Does nothing on file systems that cannot sync it."""
     try:
         fsync(handle)
     except OSError as error:
@@ -58,7 +63,7 @@ def sync_open(handle: int) -> None:
 def sync_all(paths: Sequence[Path]) -> None:
     """Sync all `paths`, in parallel and in no order.
 
-    A journalling file system then commits them together.
+    In parallel, because a journalling file system then commits them together.
     """
     if len(paths) <= _FEW_PATHS:
         for path in paths:
@@ -71,7 +76,7 @@ def sync_all(paths: Sequence[Path]) -> None:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make `folder` and its parents, each synced into its parent so that it survives a power cut.
+    """Make `folder` and its parents, and sync the parent of each new folder.
 
     `mode` limits the permission bits of `folder` itself.
     """
@@ -86,8 +91,9 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) -> Iterator[int]:
     """Open a descriptor of the folder `below` in `folder`, without following links.
 
-    With `like`, missing folders are made, no more open than those in `like`. Raises OSError:
-    FileNotFoundError for a missing folder, NotADirectoryError when a link or a file is in the way.
+    If `like` is given, missing folders are made, with at most the permissions of the folders of the
+    same names in `like`. Raises FileNotFoundError for a missing folder, NotADirectoryError when a
+    link or a file is in the way, and other OSErrors.
     """
     handle = os.open(folder, _FOLDER)
     try:
@@ -97,17 +103,19 @@ def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) ->
                 with contextlib.suppress(FileExistsError):
                     mkdir(step, permission_bits(like), dir_fd=handle)
                     sync_open(handle)
-            parent, handle = handle, os.open(step, _FOLDER, dir_fd=handle)
+            parent = handle
+            handle = os.open(step, _FOLDER, dir_fd=parent)
             os.close(parent)
         yield handle
     finally:
         os.close(handle)
 
 
-def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool = True) -> None:
-    """Move those of `paths` that are in `source` to the same path in `goal`, durably.
+def move_files(paths: Iterable[str], source: Path, target: Path, *, replace: bool = True) -> None:
+    """Move those of `paths` that are in the folder `source` to the same paths in `target`, durably.
 
-    Links are not followed. Without `replace`, a file whose path exists in `goal` stays in `source`.
+    Links are not followed. If `replace` is False, a file whose path exists in `target` stays in
+    `source`.
     """
     for below, names in _by_folder(paths):
         with contextlib.ExitStack() as stack:
@@ -118,13 +126,13 @@ def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool 
             present = [name for name in names if _is_in(source_handle, name)]
             if not present:
                 continue
-            goal_handle = stack.enter_context(folder_handle(goal, below, like=source))
+            target_handle = stack.enter_context(folder_handle(target, below, like=source))
             for name in present:
-                if replace or not _is_in(goal_handle, name):
-                    move(name, name, src_dir_fd=source_handle, dst_dir_fd=goal_handle)
-            # after a power cut a file may exist twice, but must not be lost
+                if replace or not _is_in(target_handle, name):
+                    move(name, name, src_dir_fd=source_handle, dst_dir_fd=target_handle)
+            # After a power cut a file can be in both folders, but must not be missing in both.
             sync_open(source_handle)
-            sync_open(goal_handle)
+            sync_open(target_handle)
 
 
 def delete_files(paths: Iterable[str], folder: Path) -> None:
@@ -140,12 +148,12 @@ def delete_files(paths: Iterable[str], folder: Path) -> None:
             for name in names:
                 with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                     unlink(name, dir_fd=handle)
-            # otherwise a power cut could restore files that no record lists any more
+            # Without this, a power cut could bring back files that no record lists any more.
             sync_open(handle)
 
 
 def file_stats(paths: Iterable[str], folder: Path) -> list[os.stat_result]:
-    """Return the stat results of the `paths` that `delete_files` would delete from `folder`."""
+    """Return the stat results of those of `paths` that `delete_files` would find in `folder`."""
     stats = []
     for below, names in _by_folder(paths):
         with contextlib.suppress(OSError), folder_handle(folder, below) as handle:
@@ -156,7 +164,10 @@ def file_stats(paths: Iterable[str], folder: Path) -> list[os.stat_result]:
 
 
 def remove_empty_folders(paths: Iterable[str], folder: Path) -> None:
-    """Remove the folders of `paths` that are empty after moving or deleting them."""
+    """Remove the parent folders of `paths` in `folder` that are empty now.
+
+    Called after the files were moved or deleted.
+    """
     parents: set[PurePath] = set()
     for path in paths:
         parents.update(PurePath(path).parents)
@@ -178,6 +189,7 @@ def delete_folder(folder: Path) -> None:
 
 
 def _by_folder(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Group paths by folder: ["a/x", "a/y"] becomes [("a", ["x", "y"])]."""
     names: dict[str, list[str]] = {}
     for path in sorted(paths):
         names.setdefault(str(PurePath(path).parent), []).append(PurePath(path).name)
@@ -192,20 +204,21 @@ def _is_in(folder: int, name: str) -> bool:
     return True
 
 
-def movable_pieces(source: Path, goal: Path, excluded: set[str]) -> list[str]:
-    """Find the largest subtrees of `source` that can be moved into `goal` at once.
+def movable_pieces(source: Path, target: Path, excluded: set[str]) -> list[str]:
+    """Find the files and folders of `source` that can be moved into `target`, each by one rename.
 
-    A folder that holds an `excluded` path is divided further.
+    All of `source` is moved except the `excluded` paths. A folder cannot be moved as a whole if it
+    holds an excluded path, or if `target` has such a folder, too. Then its contents are moved.
     """
-    shared: set[str] = set()  # folders that hold an excluded path
+    folders_with_excluded: set[str] = set()
     for path in excluded:
-        shared.update(parent.as_posix() for parent in Path(path).parents)
+        folders_with_excluded.update(parent.as_posix() for parent in Path(path).parents)
 
     def walk(folder: str) -> Iterator[str]:
         for entry in os.scandir(source / folder):
             path = f"{folder}{entry.name}"
             is_real_folder = entry.is_dir(follow_symlinks=False)
-            if is_real_folder and (path in shared or is_folder(goal / path)):
+            if is_real_folder and (path in folders_with_excluded or is_folder(target / path)):
                 yield from walk(f"{path}/")
             elif path not in excluded:
                 yield path
@@ -214,9 +227,10 @@ def movable_pieces(source: Path, goal: Path, excluded: set[str]) -> list[str]:
 
 
 def set_mode(path: Path, mode: int) -> None:
-    """Set the permission bits of a file or folder, if its file system has permissions.
+    """Set the permission bits of a file or folder.
 
-    Warns once for each device that gives others more access than `mode`.
+    If its file system cannot, and gives other users more access than `mode`, this warns once for
+    each device.
     """
     if permission_bits(path) == mode:
         return
@@ -228,11 +242,14 @@ def set_mode(path: Path, mode: int) -> None:
     warn_if_open(path, path.stat(), mode)
 
 
-def warn_if_open(path: Path, facts: os.stat_result, mode: int) -> None:
-    """Warn once for each device that gives others more access to files than `mode`."""
-    is_too_open = stat.S_IMODE(facts.st_mode) & ~mode & 0o077
-    if is_too_open and facts.st_dev not in _without_modes:
-        _without_modes.add(facts.st_dev)
+def warn_if_open(path: Path, status: os.stat_result, mode: int) -> None:
+    """Warn once for each device that gives other users more access to a file than `mode`.
+
+    `path` and `status` are those of the file.
+    """
+    is_too_open = stat.S_IMODE(status.st_mode) & ~mode & 0o077
+    if is_too_open and status.st_dev not in _devices_without_modes:
+        _devices_without_modes.add(status.st_dev)
         warn(
             f"{path.parent}: its file system keeps no permissions, so others may read files closed "
             "to them; mount it with a narrower umask, or choose another path",
@@ -240,9 +257,9 @@ def warn_if_open(path: Path, facts: os.stat_result, mode: int) -> None:
 
 
 def take_mode(path: Path, replaced: os.stat_result, max_mode: int = 0o777) -> None:
-    """Give `path` the permission bits of what it replaces, limited by `max_mode`.
+    """Give `path` the permission bits of the file or folder that it will replace.
 
-    See LocalStore.
+    `replaced` is the stat result of that. The bits are limited by `max_mode`, as in `LocalStore`.
     """
     if stat.S_ISDIR(replaced.st_mode):
         limit = folder_mode(max_mode) | 0o7000
@@ -252,18 +269,18 @@ def take_mode(path: Path, replaced: os.stat_result, max_mode: int = 0o777) -> No
 
 
 def move_new(draft: Path, path: Path) -> None:
-    """Move `draft` to `path`, which must not exist.
+    """Move `draft` to `path`. Raises FileExistsError if `path` exists.
 
-    By a hard link, because a rename would replace a file.
-
-    Without hard links, an empty file takes the name first. Raises FileExistsError.
+    A rename would replace an existing file. So `path` becomes a hard link to the file, and `draft`
+    is deleted. If the file system has no hard links, an empty file takes the name, and the rename
+    replaces that.
     """
     try:
         os.link(draft, path)
     except OSError as error:
         if error.errno not in CANNOT_LINK:
             raise
-        # takes the name
+        # The call fails if `path` exists.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         move(draft, path)
     else:

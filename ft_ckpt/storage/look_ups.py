@@ -1,4 +1,8 @@
-"""Looks up files, folders, permission bits and mounts at a path of a local file system."""
+"""Looks up files, folders, permission bits and mounts at a path of a local file system.
+
+A node of a network file system can have an old file in its cache, after another node has replaced
+it. The system call then fails with ESTALE, and the look-ups here are repeated.
+"""
 
 import contextlib
 import errno
@@ -16,21 +20,17 @@ from ft_ckpt.storage.store import Stored
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-
 _MAX_STALE_ANSWERS = 3
-
-
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-
-
+# The errors of a path at which there is nothing.
 ABSENT = (errno.ENOENT, errno.ENOTDIR)
 
 
 def retrying_stale(look_up: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let `look_up`, which finds a file or folder by its path, look again after ESTALE.
+    """Make a function that finds a file or folder by its path try again after ESTALE.
 
-    The client of a network file system gives it when the name leads to another file by now than the
-    one in its cache, as a save of another node has replaced it.
+    The client of a network file system returns ESTALE when its cache has another file under the
+    name than the server. For example, a save on another node has replaced the file.
     """
 
     @functools.wraps(look_up)
@@ -49,9 +49,9 @@ def retrying_stale(look_up: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _ask_server(path: str | Path | None) -> None:
-    """Send a request that no cache answers.
+    """Send a request for `path` that no cache answers.
 
-    A client that caches names for long then forgets what it knew of this one.
+    A client that caches names for a long time then forgets what it has cached of this one.
     """
     if path is not None:
         with contextlib.suppress(OSError):
@@ -83,7 +83,10 @@ def regular_descriptor(path: Path) -> int:
 
 @retrying_stale
 def list_names(folder: Path) -> list[str]:
-    """Return the names in `folder`, sorted; none when there is no such folder. Raises OSError."""
+    """Return the names in `folder`, sorted. Return none if there is no such folder.
+
+    Raises OSError for a folder that cannot be listed.
+    """
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - a path for each name takes twice as long
     except (FileNotFoundError, NotADirectoryError):
@@ -92,9 +95,9 @@ def list_names(folder: Path) -> list[str]:
 
 @retrying_stale
 def list_entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of `folder`, sorted by name; none when there is no such folder.
+    """Return the entries of `folder`, sorted by name. Return none if there is no such folder.
 
-    Raises OSError.
+    Raises OSError for a folder that cannot be listed.
     """
     try:
         with os.scandir(folder) as entries:
@@ -103,21 +106,21 @@ def list_entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def stored_file(name: str, facts: os.stat_result) -> Stored:
-    """Describe a file with this stat result as an object of a store."""
-    return Stored(name, facts.st_size, facts.st_mtime, file_version(facts))
+def stored_file(name: str, status: os.stat_result) -> Stored:
+    """Make the description of a file as an object of a store, from its stat result."""
+    return Stored(name, status.st_size, status.st_mtime, file_version(status))
 
 
-def file_version(facts: os.stat_result) -> str:
+def file_version(status: os.stat_result) -> str:
     """Return a text that differs whenever the bytes of a file are replaced."""
-    return f"{facts.st_dev:x}-{facts.st_ino:x}-{facts.st_mtime_ns:x}-{facts.st_size:x}"
+    return f"{status.st_dev:x}-{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 def walk_tree(folder: Path) -> Iterator[Path]:
-    """Yield every file and folder below `folder`, contents before their folder.
+    """Yield every file and folder below `folder`. The contents of a folder come before the folder.
 
-    An absent folder has none. Links are not followed. Raises OSError for a folder that cannot be
-    listed.
+    Yields nothing if `folder` does not exist. Links are not followed. Raises OSError for a folder
+    that cannot be listed.
     """
     for parent, folders, files in os.walk(folder, topdown=False, onerror=raise_unless_absent):
         for name in (*files, *folders):
@@ -129,17 +132,18 @@ def permission_bits(path: Path) -> int:
 
 
 def folder_mode(file_mode: int) -> int:
-    """Return the permission bits of a folder of files with `file_mode`.
+    """Return the permission bits of a folder for files with the bits `file_mode`.
 
-    Whoever may read the files may enter the folder, and its owner has all rights.
+    Users who can read the files can enter the folder. Its owner has all rights.
     """
     return file_mode | (file_mode & 0o444) >> 2 | stat.S_IRWXU
 
 
 def real_path(target: Path) -> Path:
-    """Resolve links in `target`, so that a link stays and its destination is replaced.
+    """Resolve the links in `target`.
 
-    Raises TargetError for a loop.
+    A save to a link then replaces the file or folder that the link leads to, and not the link.
+    Raises TargetError for a loop of links.
     """
     try:
         return Path(target).resolve()
@@ -150,7 +154,10 @@ def real_path(target: Path) -> Path:
 
 
 def raise_unless_absent(error: OSError) -> None:
-    """Raise an error of `os.walk`, which otherwise leaves out folders that it cannot list."""
+    """Raise an error of `os.walk`, unless the folder is absent.
+
+    Given as `onerror`, because `os.walk` otherwise leaves out folders that it cannot list.
+    """
     if error.errno not in ABSENT:
         raise error
 
@@ -160,7 +167,7 @@ def is_folder(path: Path) -> bool:
 
 
 def holds_cwd(folder: Path) -> bool:
-    """Check whether the working directory is in `folder`, which must not be moved then."""
+    """Check whether the working directory is in `folder`. If so, `folder` must not be moved."""
     try:
         return Path.cwd().resolve().is_relative_to(folder)
     except FileNotFoundError:
@@ -168,7 +175,7 @@ def holds_cwd(folder: Path) -> bool:
 
 
 def holds_mount(folder: Path) -> bool:
-    """Check whether `folder` is a mount point or has one in it, and so cannot be moved."""
+    """Check whether `folder` is a mount point or has one in it. If so, it cannot be moved."""
     if os.path.ismount(folder):
         return True
     try:

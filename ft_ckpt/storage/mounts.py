@@ -1,6 +1,6 @@
-"""The mounts of this machine, and what follows from the kind of a file system.
+"""Finds the file system that a folder or an open file is on, and says what its kind implies.
 
-Known on Linux only.
+The mounts come from the tables in /proc, which only Linux has. Elsewhere every mount is unknown.
 """
 
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Only this machine writes to them, so that nothing about their files is cached and out of date.
+# Only this machine writes to these, so what it has cached of their files is up to date.
 LOCAL_FILE_SYSTEMS = {
     "bcachefs",
     "btrfs",
@@ -23,11 +23,12 @@ LOCAL_FILE_SYSTEMS = {
     "xfs",
     "zfs",
 }
-# Their clients keep whole pages, and promise that a file is as it was when its last writer closed
-# it: of two clients that write into one page at the same time, one may undo what the other wrote.
+# The clients of these cache whole pages. They promise only that whoever opens a file sees what was
+# written before it was last closed. If two clients write into one page at the same time, one can
+# overwrite the bytes of the other.
 _CLOSE_TO_OPEN = {"9p", "afs", "cifs", "nfs", "nfs4", "smb3", "smbfs"}
-# Buckets that are mounted as folders: files are uploaded later, in any order, and a rename copies
-# every object.
+# These mount a bucket as a folder. They upload files later, in any order, and a rename copies every
+# object.
 _BUCKET_MOUNTS = {
     "blobfuse",
     "blobfuse2",
@@ -49,34 +50,41 @@ _PROCESS = Path("/proc/self")
 
 
 @dataclass(frozen=True)
-class MountedFrom:
-    """The file system that a folder is on."""
+class Mount:
+    """One mounted file system.
+
+    Attributes:
+        point: the folder at which it is mounted.
+        kind: its type, such as "ext4", "nfs4" or "fuse.s3fs".
+        source: what is mounted: a device, a server's export, or a bucket.
+    """
 
     point: str
-    kind: str  # "ext4", "nfs4", "fuse.s3fs", ...
+    kind: str
     source: str
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine writes to it."""
+        """True if its kind is one of `LOCAL_FILE_SYSTEMS`, to which only this machine writes."""
         return self.kind in LOCAL_FILE_SYSTEMS
 
     @property
     def is_close_to_open(self) -> bool:
-        """Whether several clients of it may not write into one file at the same time."""
+        """True if two clients must not write into one file at the same time."""
         return self.kind in _CLOSE_TO_OPEN
 
     @property
     def locks_chunks(self) -> bool:
-        """Whether one client at a time writes into a piece of a file, and others wait, for minutes.
+        """True if a client that writes locks 64 MiB of a file, so that others wait for minutes.
 
-        MooseFS and LizardFS do so, in pieces of 64 MiB; only the source tells their mounts apart.
+        MooseFS and LizardFS do so. Their mounts are recognised by their source, because their kind
+        is a general one of FUSE.
         """
         return self.kind.startswith("fuse") and self.source.startswith("mfs#")
 
     @property
     def is_bucket(self) -> bool:
-        """Whether it is a bucket that is mounted as a folder."""
+        """True if it is a bucket that is mounted as a folder."""
         if not self.kind.startswith("fuse"):
             return False
         names = {self.kind.removeprefix("fuse."), self.source.partition(":")[0]}
@@ -84,7 +92,7 @@ class MountedFrom:
 
     @property
     def warning(self) -> str:
-        """Why checkpoints should not be saved to a mounted bucket, and the alternative."""
+        """The text that warns of saving to a mounted bucket, and names the alternative."""
         return (
             f"{self.point}: a bucket, mounted by {self.kind}: files go up later and "
             "in any order, so the newest checkpoint may be incomplete after a kill; "
@@ -92,13 +100,13 @@ class MountedFrom:
         )
 
 
-def mount_of(folder: Path) -> MountedFrom | None:
-    """Find the file system of `folder`, which need not exist yet; return None if it is unknown."""
+def mount_of(folder: Path) -> Mount | None:
+    """Find the mount of `folder`, which need not exist yet. Return None if it is unknown."""
     path = os.path.realpath(folder)
     innermost = None
     for _, mount in _mounts():
         is_inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
-        # Of two mounts at one point the later is on top.
+        # If two mounts have the same point, the later one hides the earlier one.
         if is_inside and (innermost is None or len(mount.point) >= len(innermost.point)):
             innermost = mount
     return innermost
@@ -107,7 +115,7 @@ def mount_of(folder: Path) -> MountedFrom | None:
 def is_on_local_disk(path: Path) -> bool:
     """Check whether only this machine writes to the file system of `path`.
 
-    A file system of unknown kind counts as local.
+    If the mount is unknown, the answer is True. A known mount of an unknown kind is not local.
     """
     mount = mount_of(path)
     return mount is None or mount.is_local
@@ -116,8 +124,8 @@ def is_on_local_disk(path: Path) -> bool:
 def keeps_exact_times(descriptor: int) -> bool:
     """Check whether the modification time of this open file changes only when it is written to.
 
-    The client of a network file system may show a cached time first and the current one later. A
-    file system of unknown kind counts as exact.
+    On a network file system that is not so. Its client can show a cached time first and the current
+    one later. If the mount is unknown, the answer is True.
     """
     mount_id = _mount_id(descriptor)
     for number, mount in _mounts():
@@ -129,15 +137,19 @@ def keeps_exact_times(descriptor: int) -> bool:
 def _mount_id(descriptor: int) -> int | None:
     """Return the number of the mount of an open file, or None if it is unknown."""
     try:
-        facts = Path(_PROCESS, "fdinfo", str(descriptor)).read_text(encoding="ascii")
+        descriptor_info = Path(_PROCESS, "fdinfo", str(descriptor)).read_text(encoding="ascii")
     except OSError:
         return None
-    match = re.search(r"^mnt_id:\s*(\d+)$", facts, re.MULTILINE)
+    match = re.search(r"^mnt_id:\s*(\d+)$", descriptor_info, re.MULTILINE)
     return None if match is None else int(match[1])
 
 
-def _mounts() -> Iterator[tuple[int, MountedFrom]]:
-    """Yield the mounts with their numbers, from mountinfo of proc(5); none without that table."""
+def _mounts() -> Iterator[tuple[int, Mount]]:
+    """Yield the number and description of each mount, from mountinfo of proc(5).
+
+    A line of that table is "36 35 98:0 /root /point options - kind source options". Yields nothing
+    if there is no such table.
+    """
     try:
         table = Path(_PROCESS, "mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -146,8 +158,9 @@ def _mounts() -> Iterator[tuple[int, MountedFrom]]:
         mount_fields, _, source_fields = line.partition(" - ")
         number, _, _, _, point = mount_fields.split(" ")[:5]
         kind, source = source_fields.split(" ")[:2]
-        yield int(number), MountedFrom(_unescaped(point), kind, _unescaped(source))
+        yield int(number), Mount(_unescaped(point), kind, _unescaped(source))
 
 
 def _unescaped(text: str) -> str:
+    """Replace the octal escapes of the table, such as \\040 for a space."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

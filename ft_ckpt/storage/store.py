@@ -1,9 +1,10 @@
-"""The interfaces of a store (a local folder or the prefix of a bucket); access rights of new files.
+"""Defines the interface of a store, which is a local folder or a prefix in a bucket.
 
-A store contains objects by name: relative paths with forward slashes, see `is_inside`. Folders
-exist implicitly, by the slashes in names. Stores raise ConfigError for an invalid name,
-MissingError, CorruptError or UnreadableError on reading, TargetError, NoSpaceError or
-NameTakenError on writing.
+A store has objects, which are named bytes. A name is a relative path with forward slashes (see
+`is_inside`). Folders exist implicitly, by the slashes in names.
+
+Stores raise ConfigError for an invalid name. Reading raises MissingError, CorruptError or
+UnreadableError. Writing raises TargetError, NoSpaceError or NameTakenError.
 """
 
 import errno
@@ -25,13 +26,13 @@ from ft_ckpt.errors import (
 if TYPE_CHECKING:
     from ft_ckpt.storage.io import MappedBytes
 
-MAX_TEXT_BYTES = 256 << 20  # of a config, an index or another document
+MAX_TEXT_BYTES = 256 << 20  # limit of a config, an index or another text
 
 
 def is_name(path: object) -> bool:
-    """Check for a normalised relative path (no "..", ".", empty component or NUL).
+    """Check whether `path` is a normalised relative path: no "..", ".", empty component or NUL.
 
-    Surrogates from dc80 to dcff stand for the bytes of a name that is not UTF-8; other surrogates
+    Surrogates from dc80 to dcff stand for the bytes of a name that is not UTF-8. Other surrogates
     are invalid.
     """
     if not isinstance(path, str) or re.search("[\0\ud800-\udc7f\udd00-\udfff]", path):
@@ -40,9 +41,9 @@ def is_name(path: object) -> bool:
 
 
 def is_inside(path: object) -> bool:
-    """Check whether a manifest may contain `path`, a name that means the same on every system.
+    """Check whether `path` is a valid name that means the same on every system.
 
-    Such a name has no backslash.
+    Only such names are allowed in manifests. They have no backslash.
     """
     return is_name(path) and "\\" not in str(path)
 
@@ -54,18 +55,26 @@ def is_utf8(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Stored:
-    """One object of a store."""
+    """What a store says of one of its objects.
+
+    Attributes:
+        name: name of the object in the store.
+        size_bytes: size of the object.
+        modified: when it was written, in unix seconds by the clock of the store.
+        version: a text that changes whenever the bytes are replaced.
+        etag: the version, if the service itself assigns it.
+    """
 
     name: str
     size_bytes: int
-    modified: float  # unix seconds, by the clock of the store
-    version: str  # differs whenever the bytes are replaced
-    etag: str | None = None  # the version, if the service itself assigns it
+    modified: float
+    version: str
+    etag: str | None = None
 
 
 @dataclass(frozen=True)
 class Folder:
-    """One folder of a store. Links to it have the same `identity`, see `within`."""
+    """One folder of a store. Different links to a folder have the same `identity`."""
 
     name: str
     identity: str
@@ -74,9 +83,12 @@ class Folder:
 
 @dataclass(frozen=True)
 class FolderListing:
-    """The contents of one folder, by name. Folders that are links come after the others."""
+    """The contents of one folder, sorted by name. Folders that are links come after the others.
 
-    exists: bool  # in a bucket, a folder exists while it contains something
+    In a bucket, a folder exists while it contains something.
+    """
+
+    exists: bool
     folders: tuple[Folder, ...]
     objects: tuple[Stored, ...]
 
@@ -98,13 +110,13 @@ class Readable(Protocol):
 
     @property
     def can_map(self) -> bool:
-        """Whether its bytes can be mapped; if not, each range is a remote request."""
+        """True if its bytes can be mapped into memory. If not, each read is a remote request."""
         ...
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         """Fill `memory` with the bytes from `start` on.
 
-        Raises CorruptError when there are not as many.
+        Raises CorruptError when the object ends before.
         """
         ...
 
@@ -128,9 +140,10 @@ class Writable(Protocol):
     """A new object that is being written, and is not visible before `finish`."""
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Write `memory` at `offset`: each byte once, in any order, from any thread.
+        """Write `memory` at byte `offset` of the object.
 
-        `memory` may be reused after.
+        Each byte must be written once, in any order, from any thread. `memory` can be reused as
+        soon as this returns.
         """
         ...
 
@@ -142,12 +155,12 @@ class Writable(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Drop the unfinished object. Raises nothing; after `finish` it does nothing."""
+        """Drop the unfinished object. Raises nothing. Does nothing after `finish`."""
         ...
 
 
 class Store(Protocol):
-    """A folder of named bytes: a local one, or the prefix of a bucket.
+    """A local folder, or a prefix in a bucket, whose files or objects are named bytes.
 
     Stores that are not on a disk of this machine inherit from `RemoteStore`.
     """
@@ -159,7 +172,7 @@ class Store(Protocol):
 
     @property
     def identity(self) -> str:
-        """The canonical name of this store: equal for different links to it."""
+        """The canonical name of this store, which is equal for different links to it."""
         ...
 
     @property
@@ -198,7 +211,7 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object; `stop` None is its end.
+        """Return the bytes [start, stop) of an object. None for `stop` is its end.
 
         Raises CorruptError when it is shorter.
         """
@@ -216,24 +229,21 @@ class Store(Protocol):
         ...
 
     def create(self, name: str, size_bytes: int) -> Writable:
-        """Create an object of exactly `size_bytes`.
-
-        When it is finished, it replaces the object of that name.
-        """
+        """Create an object of exactly `size_bytes`. When finished, it replaces one of that name."""
         ...
 
     def allocate(self, name: str, size_bytes: int) -> None:
-        """Reserve the space of the file that will be `share`d under this name.
+        """Reserve the space of an object that several processes will write by `share`.
 
         A remote store reserves nothing.
         """
         ...
 
     def share(self, name: str, size_bytes: int) -> Writable:
-        """Begin or open the object that this process writes together with others.
+        """Begin or open an object that this process writes together with others.
 
-        On a disk each process writes other ranges of the file, which is visible from the start. An
-        object of a remote store has one writer, as one of `create`.
+        On a disk, each process writes other bytes of the file, which is visible from the start. In
+        a remote store, only one process can write an object, as with `create`.
         """
         ...
 
@@ -253,18 +263,19 @@ class Store(Protocol):
         ...
 
     def copy(self, name: str, other: str, source: "Store | None" = None) -> bool:
-        """Copy or link the object `name` (of `source`, if given) to `other` inside the service.
+        """Copy or link the object `name` to `other`, without reading its bytes in this process.
 
-        Returns False if that is impossible.
+        `name` is an object of `source`, or of this store if that is None. Returns False if the
+        store cannot do this.
         """
         ...
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, durably; missing names are ignored."""
+        """Delete objects, durably. Missing names are ignored."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that can still be written; None if there is no limit."""
+        """Return how many bytes can still be written, or None if there is no limit."""
         ...
 
 
@@ -272,9 +283,9 @@ _Remote = TypeVar("_Remote", bound="RemoteStore")
 
 
 class RemoteStore:
-    """A `Store` that is not on a disk of this machine.
+    """Base class of stores that are not on a disk of this machine.
 
-    It has no paths and no permissions, and all its objects are durable.
+    Their objects have no local paths and no permissions, and are durable when they are written.
     """
 
     local_folder = None
@@ -298,9 +309,9 @@ class RemoteStore:
 
 
 def checked_name(name: str, may_be: Callable[[str], bool] = is_inside) -> str:
-    """Return `name` if it is valid.
+    """Return `name` if `may_be` accepts it.
 
-    Raises ConfigError when it is absolute, empty or leads out of the store.
+    Raises ConfigError otherwise, for example when it is absolute, empty or leads out of the store.
     """
     if not may_be(name):
         raise ConfigError(
@@ -330,7 +341,7 @@ def refuse_beyond(file: Readable, where: str, stop: int) -> None:
 
 
 def refuse_other_length(where: str, start: int, size_bytes: int, expected: int) -> None:
-    """Raise CorruptError if a response has `size_bytes` instead of the expected ones."""
+    """Raise CorruptError if a response has `size_bytes` instead of `expected` bytes."""
     if size_bytes != expected:
         raise CorruptError(
             f"{where}: {size_bytes} bytes came from byte {start} on, expected {expected}; read it "
@@ -339,9 +350,9 @@ def refuse_other_length(where: str, start: int, size_bytes: int, expected: int) 
 
 
 def etag_of(store: Store, name: str) -> str | None:
-    """Return the version that the service assigned to an object.
+    """Return the version that the service has assigned to an object.
 
-    Returns None if the service assigns none, or there is no object.
+    Returns None if the service assigns none, or if there is no such object.
     """
     stored = store.stat(name)
     return None if stored is None else stored.etag
@@ -350,7 +361,7 @@ def etag_of(store: Store, name: str) -> str | None:
 def read_text(
     store: Store, name: str, limit_bytes: int = MAX_TEXT_BYTES, errors: str = "strict"
 ) -> str:
-    """Read the UTF-8 text of an object; `errors` as for `bytes.decode`.
+    """Read the UTF-8 text of an object. `errors` is that of `bytes.decode`.
 
     Raises MissingError if the object does not exist, UnreadableError if it cannot be read now,
     CorruptError if it is not text or larger than `limit_bytes`.
@@ -369,13 +380,15 @@ def read_text(
 def read_object(store: Store, name: str, start: int, stop: int | None) -> bytes:
     """Read a range of an object as `Store.read` does, by opening the object."""
     with closing(store.open(name)) as file:
-        memory = bytearray(max(0, (file.size_bytes if stop is None else stop) - start))
+        if stop is None:
+            stop = file.size_bytes
+        memory = bytearray(max(0, stop - start))
         file.read_into(memoryview(memory), start)
     return bytes(memory)
 
 
 def read_range(file: Readable, start: int, size_bytes: int) -> bytes:
-    """Read up to `size_bytes` bytes from `start` on; fewer at the end of the file."""
+    """Read `size_bytes` bytes from `start` on, or fewer if the object ends before."""
     memory = bytearray(max(0, min(size_bytes, file.size_bytes - start)))
     file.read_into(memoryview(memory), start)
     return bytes(memory)

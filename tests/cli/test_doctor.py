@@ -20,7 +20,7 @@ from ft_ckpt.checkpoint.commit import check_target
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import main
 from ft_ckpt.errors import TargetError
-from ft_ckpt.storage import MountedFrom, local_disk, mount_of
+from ft_ckpt.storage import Mount, local_disk, mount_of
 from ft_ckpt.storage.local import LocalStore, trials, try_place
 
 
@@ -35,7 +35,7 @@ def doctor(monkeypatch, capsys, place, *options):
 @contextmanager
 def as_mount(monkeypatch, kind, source="x"):
     """All folders are taken for such a mount."""
-    found = MountedFrom("/mnt/x", kind, source)
+    found = Mount("/mnt/x", kind, source)
     with monkeypatch.context() as patch:
         patch.setattr(trials, "mount_of", lambda _: found)
         patch.setattr(trials, "_tried_mounts", set())
@@ -121,7 +121,7 @@ def test_a_mounted_bucket_is_warned_of_once_and_saved_to_with_its_manifest_last(
     ],
 )
 def test_mounted_buckets_are_known(kind, source, is_bucket):
-    assert MountedFrom("/mnt", kind, source).is_bucket == is_bucket
+    assert Mount("/mnt", kind, source).is_bucket == is_bucket
 
 
 @needs_fuse

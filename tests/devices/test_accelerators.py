@@ -572,7 +572,7 @@ def test_it_shows_that_nobody_keeps_blocks(tmp_path):
     """Likewise: blocks that are refilled too soon give bytes of other tensors."""
     table = torch.randn(LARGE, generator=torch.Generator().manual_seed(2))
     ft_ckpt.save({"table": table}, tmp_path / "table.h5")
-    with replaced(devices.PinnedBlocks, await_block=lambda *_: None), small_blocks():
+    with replaced(devices.PinnedBlocks, await_copies=lambda *_: None), small_blocks():
         found = ft_ckpt.load(tmp_path / "table.h5", map_location=device())
     assert raw(found["table"].cpu()) != raw(table)
 

@@ -51,7 +51,7 @@ def nothing_in(folder):
 @contextlib.contextmanager
 def failing_writer(action):
     """On rank 0, `action()` runs before the tenth write of a save."""
-    original, calls = ft_ckpt.storage.io.writer.DurableFile.put_region, []
+    original, calls = ft_ckpt.storage.io.writer.FileWriter.put_region, []
 
     def put_region(self, *args):
         calls.append(1)
@@ -59,11 +59,11 @@ def failing_writer(action):
             action()
         original(self, *args)
 
-    ft_ckpt.storage.io.writer.DurableFile.put_region = put_region
+    ft_ckpt.storage.io.writer.FileWriter.put_region = put_region
     try:
         yield
     finally:
-        ft_ckpt.storage.io.writer.DurableFile.put_region = original
+        ft_ckpt.storage.io.writer.FileWriter.put_region = original
     assert RANK or len(calls) >= 10, f"only {len(calls)} writes: the fault was never there"
 
 

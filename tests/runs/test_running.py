@@ -274,16 +274,16 @@ def test_or_a_reason_to_wait(tmp_path, disk):
 
 def test_a_disk_filled_while_it_is_written_to(tmp_path, monkeypatch):
     """There was room, others took it: the save is made again once there is."""
-    from ft_ckpt.storage.io import DurableFile
+    from ft_ckpt.storage.io import FileWriter
 
-    real, failures = DurableFile.finish, [NoSpaceError("full"), NoSpaceError("full")]
+    real, failures = FileWriter.finish, [NoSpaceError("full"), NoSpaceError("full")]
 
     def finish(file):
         if failures:
             raise failures.pop()
         return real(file)
 
-    monkeypatch.setattr(DurableFile, "finish", finish)
+    monkeypatch.setattr(FileWriter, "finish", finish)
     monkeypatch.setattr(space, "POLL_SECONDS", 0.01)
     run = prepared()
     CheckpointSaver(run.accelerator, tmp_path, when_full="wait").save_state()

@@ -159,14 +159,14 @@ def test_a_rank_that_fails_before_it_sends(tmp_path):
 @on_ranks(2)
 def test_a_rank_that_cannot_finish_its_file(tmp_path):
     live = live_model("ddp", "qwen3")
-    real = writer.DurableFile.finish
-    writer.DurableFile.finish = lambda file: real(file) if RANK == 0 else 1 / 0
+    real = writer.FileWriter.finish
+    writer.FileWriter.finish = lambda file: real(file) if RANK == 0 else 1 / 0
     try:
         saver = saver_of(live, tmp_path, each_rank_writes="on")
         with pytest.raises(RankError if RANK == 0 else ZeroDivisionError):
             saver.save(live.model, tmp_path / "saved")
     finally:
-        writer.DurableFile.finish = real
+        writer.FileWriter.finish = real
     dist.barrier()
     assert not any(tmp_path.iterdir()), list(tmp_path.iterdir())
 

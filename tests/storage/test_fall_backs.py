@@ -235,10 +235,10 @@ def test_threads_that_are_refused_at_once_all_go_on(tmp_path, monkeypatch):
     for number, block in enumerate(blocks):
         block[:] = bytes([number + 1]) * len(block)
     writing = LocalStore(tmp_path).create("file", 1 << 17)
-    assert writing.direct == -1, "small"
+    assert writing.direct_descriptor == -1, "small"
     writing.abandon()
     writing = LocalStore(tmp_path, direct_bytes=0).create("file", 1 << 17)
-    if writing.direct < 0:
+    if writing.direct_descriptor < 0:
         pytest.skip("needs a file system with O_DIRECT")
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda n: writing.write(n << 16, memoryview(blocks[n])), range(2)))

@@ -311,7 +311,7 @@ def test_a_file_without_write_permission_is_written_through_the_page_cache(tmp_p
 
     monkeypatch.setattr(os, "open", opened)
     writing = LocalStore(tmp_path, direct_bytes=0).create("f", 10)
-    assert writing.direct == -1
+    assert writing.direct_descriptor == -1
     writing.write(0, memoryview(b"0123456789"))
     writing.finish()
     assert (tmp_path / "f").read_bytes() == b"0123456789"
@@ -354,7 +354,7 @@ def test_a_file_is_closed_once_and_the_first_error_stays(tmp_path, monkeypatch, 
 
     with WriterPool(WriteTuning(threads=1)) as writer:
         goal = LocalStore(tmp_path, direct_bytes=0).create("f", 3)
-        descriptors = [goal.direct, goal.plain]
+        descriptors = [goal.direct_descriptor, goal.buffered_descriptor]
         with writer.fill(goal) as file:
             file.put_region(region_of(0, b"abc"))
             monkeypatch.setattr(os, "close", failing("close"))

@@ -131,7 +131,7 @@ class RawFile:
         """Fill `memory` with the bytes from `start`. Raises CorruptError as `bytes` does."""
         self._check_range(start, len(memory))
         whole = self._whole
-        if whole is not None and whole.is_own and not whole.released:
+        if whole is not None and whole.is_anonymous and not whole.released:
             memory[:] = whole.memory[start : start + len(memory)]
         else:
             self.file.read_into(memory, start)

@@ -68,8 +68,8 @@ def read_runs(
     runs = sorted(streamed, key=lambda run: (file_numbers[id(run.file)], run.start))
     straight = [entry for entry in landings.values() if isinstance(entry, StraightLanding)]
     devices = frozenset(filter(has_streams, {landing.local.device for landing in straight}))
-    keeper = PinnedBlocks(devices) if devices else None
-    for part in read_ahead(runs, threads, direct, keeper=keeper):
+    allocator = PinnedBlocks(devices) if devices else None
+    for part in read_ahead(runs, threads, direct, allocator=allocator):
         landing, data = landings[part.run], bytes_at(part.address, part.size_bytes)
         if isinstance(landing, StraightLanding):
             landing.put(data, lasts=landing.local.device in devices)

@@ -22,7 +22,7 @@ from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import (
     FileRecord,
     FileShare,
-    PartDigests,
+    ShareDigests,
     compare_digests,
     digest_shares,
     share_files,
@@ -164,7 +164,7 @@ def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
         return ()
     checkpoint: OpenCheckpoint | None = None
     files: list[FileRecord] = []
-    own_parts: list[PartDigests] = []
+    own_parts: list[ShareDigests] = []
     digesting = Outcome()
     with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
         if view.resume_point is not None:
@@ -179,9 +179,9 @@ def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
                 own_parts = _digest_whole(checkpoint.store, shares)
 
     def compare_all(values: Values) -> list[dict[str, Any]]:
-        all_parts: list[PartDigests] = []
+        all_parts: list[ShareDigests] = []
         for value in values:
-            all_parts += [as_record(part, PartDigests) for part in value["parts"]]
+            all_parts += [as_record(part, ShareDigests) for part in value["parts"]]
         return [asdict(problem) for problem in compare_digests(files, all_parts)]
 
     digests = {"parts": [asdict(part) for part in own_parts]}
@@ -191,10 +191,10 @@ def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
     return [Problem(**problem) for problem in agreed.result]
 
 
-def _digest_whole(store: Store, shares: Sequence[FileShare]) -> list[PartDigests]:
+def _digest_whole(store: Store, shares: Sequence[FileShare]) -> list[ShareDigests]:
     """Compute the digests of the shares; retry reads that the system refuses for now."""
     return retry_transient(partial(digest_shares, store, shares), _are_transient)
 
 
-def _are_transient(parts: Sequence[PartDigests]) -> bool:
+def _are_transient(parts: Sequence[ShareDigests]) -> bool:
     return are_transient([part.problem for part in parts if part.problem is not None])

@@ -1,7 +1,7 @@
-"""Digests of files that one rank or several wrote, and their comparison before the first use.
+"""Computes the digests of files, and compares files with their recorded digests.
 
 Nothing here knows manifests or tensors. Begin at `records`, which says what is recorded of a file,
-then `verify_files`.
+then `verify_files`, which compares.
 """
 
 import lazy_loader

@@ -20,7 +20,7 @@ from .records import (
 )
 from .verify_files import (
     FileShare as FileShare,
-    PartDigests as PartDigests,
+    ShareDigests as ShareDigests,
     compare_digests as compare_digests,
     digest_problems as digest_problems,
     digest_shares as digest_shares,

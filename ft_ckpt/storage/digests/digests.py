@@ -1,4 +1,8 @@
-"""Computes the digests of files: of bytes, of open objects, of bytes as they arrive."""
+"""Computes the digests of files: from bytes in memory, open objects, or bytes that arrive.
+
+If one rank wrote a file, its digest is the XXH3-128 of its bytes. If several ranks wrote it, the
+bytes of each rank have a digest, and the file's digest is computed from these (`joined_digest`).
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -20,17 +24,22 @@ from ft_ckpt.storage.digests.records import (
 from ft_ckpt.storage.io import LocalFile
 from ft_ckpt.storage.store import Readable, Store, read_range
 
-# files below it are hashed whenever a checkpoint is opened: configs, tokenizers, indexes
+# Smaller files are hashed whenever a checkpoint is opened: configs, tokenizers, indexes.
 SMALL_BYTES = 1 << 20
-_MAP_BYTES = 1 << 20  # smaller files are read
-_STEP_BYTES = 32 << 20  # hashed in one call
-_WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
+# Smaller files are read, larger ones are mapped.
+_MAP_BYTES = 1 << 20
+# So many bytes are hashed in one call.
+_STEP_BYTES = 32 << 20
+# Prefixes of the digests of files that one rank wrote, and of those that several wrote.
+_WHOLE = "xxh3-128:"
+_JOINED = "xxh3-128-of-ranks:"
 
-_Contents: TypeAlias = Iterator[tuple[int, memoryview]]  # rank that wrote them, the next bytes
+# The next bytes of a file, each with the rank that wrote them.
+_Contents: TypeAlias = Iterator[tuple[int, memoryview]]
 
 
 def new_digest() -> xxhash.xxh3_128:
-    """Return the state of a digest without any bytes."""
+    """Return the running digest of no bytes."""
     return xxhash.xxh3_128()
 
 
@@ -40,16 +49,21 @@ def whole_digest(digest: str) -> str:
 
 
 def joined_digest(digests: Iterable[str]) -> str:
-    """Combine the hexadecimal digests of the parts of a file, in rank order, to its digest."""
-    return _CUT + xxhash.xxh3_128_hexdigest("".join(digests).encode())
+    """Return the digest of a file that several ranks wrote.
+
+    `digests` has the hexadecimal digest of each rank's bytes, in rank order.
+    """
+    return _JOINED + xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
 def file_digest(digests: Sequence[str]) -> str:
-    """Return the digest of a file from the hexadecimal digests of its ranks' parts, in rank order.
+    """Return the digest of a file.
 
-    A file that one rank wrote has the `whole_digest` of its bytes.
+    `digests` has the hexadecimal digest of the bytes of each rank that wrote it, in rank order.
     """
-    return whole_digest(digests[0]) if len(digests) == 1 else joined_digest(digests)
+    if len(digests) == 1:
+        return whole_digest(digests[0])
+    return joined_digest(digests)
 
 
 def digest_of_bytes(content: bytes) -> str:
@@ -70,18 +84,18 @@ def read_record(store: Store, path: str) -> FileRecord:
 
 
 def digest_of_open(file: Readable, record: FileRecord) -> str:
-    """Compute the digest of an open object as for `record`.
+    """Compute the digest of an open object, which the ranks of `record` wrote.
 
-    Raises CorruptError as `part_digests` does.
+    Raises CorruptError as `rank_digests` does.
     """
-    return file_digest(part_digests(file, record, range(record.ranks)))
+    return file_digest(rank_digests(file, record, range(record.ranks)))
 
 
-def part_digests(file: Readable, record: FileRecord, owners: range) -> tuple[str, ...]:
-    """Compute the hexadecimal digests of the parts of an open object that the ranks `owners` wrote.
+def rank_digests(file: Readable, record: FileRecord, owners: range) -> tuple[str, ...]:
+    """Compute the hexadecimal digests of the bytes that each of the ranks `owners` wrote.
 
-    A local file is read through the page cache, from which it is used afterwards. Raises
-    CorruptError for an object of another size than the record's, and as reading does.
+    A local file is read through the page cache, because its bytes are used afterwards. Raises
+    CorruptError if the object does not have the size of the record, and as reading does.
     """
     if file.size_bytes != record.size_bytes:
         raise CorruptError(size_problem(file.size_bytes, record.size_bytes))
@@ -94,10 +108,10 @@ def part_digests(file: Readable, record: FileRecord, owners: range) -> tuple[str
 
 
 def _mapped_contents(file: Readable, parts: Iterator[Part]) -> _Contents:
-    """Yield the bytes of a local file in its mapping, in steps between which signals are handled.
+    """Yield the bytes of a local file, in steps, between which Python handles signals.
 
-    Each step is first read into the page cache. A failing disk is an error in that read; in the
-    mapping it would end the process.
+    A large file is mapped, and each step is read into the page cache first. If the disk fails, that
+    read returns an error. An access to the mapping would end the process instead.
     """
     mapped = None
     if isinstance(file, LocalFile) and file.size_bytes >= _MAP_BYTES:
@@ -114,6 +128,7 @@ def _mapped_contents(file: Readable, parts: Iterator[Part]) -> _Contents:
 
 
 def _remote_contents(file: Readable, parts: Iterator[Part]) -> _Contents:
+    """Yield the bytes of a remote object, which are requested before they are needed."""
     from ft_ckpt.storage.io import ByteRun, read_ahead
 
     runs = (ByteRun(str(owner), file, start, stop - start) for start, stop, owner in parts)
@@ -122,13 +137,18 @@ def _remote_contents(file: Readable, parts: Iterator[Part]) -> _Contents:
 
 
 class RunningDigest:
-    """The digest of a file whose bytes arrive in file order, computed as for its record."""
+    """Computes the digest of a file whose bytes arrive in file order.
+
+    `cuts` and `ranks` are those of its record, and say which rank wrote which bytes.
+    """
 
     def __init__(self, size_bytes: int, cuts: Sequence[Cut] = (), ranks: int = 1) -> None:
         self._states = [new_digest() for _ in range(ranks)]
         self._parts = rank_parts(cuts, size_bytes)
-        self._offset = 0  # of the next byte
-        self._part_stop, self._owner = 0, 0  # of the part that it is in
+        self._offset = 0  # where the next byte is in the file
+        # The end of the part that the next byte is in, and the rank that wrote the part.
+        self._part_stop = 0
+        self._owner = 0
 
     def update(self, content: memoryview) -> None:
         """Take the next bytes of the file."""

@@ -1,8 +1,8 @@
 """Compares files with their recorded digests before their first use.
 
-A file has one digest for the bytes of each rank that wrote it, and a digest of these. Processes
-that see the same files each compute the digests of some writers' parts; the digests of all together
-are compared with the records.
+Processes that see the same files share the work. Each process computes the digests of the bytes
+that some of the writers wrote (`share_files`, `digest_shares`). Then one process gets the digests
+of all and compares them with the records (`compare_digests`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,28 +11,29 @@ from dataclasses import dataclass
 from os import cpu_count
 
 from ft_ckpt.errors import CorruptError, Problem
-from ft_ckpt.storage.digests.digests import file_digest, part_digests
+from ft_ckpt.storage.digests.digests import file_digest, rank_digests
 from ft_ckpt.storage.digests.records import FileRecord, digest_problem, unread_problem
 from ft_ckpt.storage.store import Store
 
 _MAX_THREADS = 8
-_MIN_POOL_BYTES = 8 << 20  # in all, for more than one thread
+# If all files together are smaller, one thread reads them.
+_MIN_POOL_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class FileShare:
-    """The parts of a file whose digests one process computes: those that `owners` wrote."""
+    """One process's share of a file: it digests the bytes that the ranks `owners` wrote."""
 
     record: FileRecord
     owners: range
 
 
 @dataclass(frozen=True)
-class PartDigests:
-    """The hexadecimal digests of consecutive parts of a file.
+class ShareDigests:
+    """The hexadecimal digests of what consecutive ranks wrote into the file `path`.
 
-    The parts are those of the ranks `first`, `first` + 1, ... that wrote the file `path`. If
-    digests could not be computed, `problem` says why.
+    The digests are those of the ranks `first`, `first` + 1, and so on. If they could not be
+    computed, there are none, and `problem` says why.
     """
 
     path: str
@@ -48,29 +49,30 @@ def digest_problems(store: Store, records: Collection[FileRecord]) -> list[Probl
 
 
 def share_files(records: Iterable[FileRecord], number: int, count: int) -> list[FileShare]:
-    """Choose the parts that process `number` of `count` compares.
+    """Choose the shares of process `number` of `count`.
 
-    Each process gets consecutive parts of a file that at least `count` ranks wrote: on as many
-    ranks as saved, each gets its own. The parts of other files are dealt in turn, largest file
-    first, so that some processes get none of a file.
+    If at least `count` ranks wrote a file, each process gets the bytes of consecutive writers. With
+    as many processes as writers, each gets the bytes of one writer. If fewer ranks wrote a file,
+    its writers are dealt to the processes in turn, largest file first. Some processes then get
+    nothing of that file.
     """
     shares = []
-    dealt_parts = 0  # of files with fewer writers than processes
+    dealt_writers = 0  # the number of writers that were dealt in turn so far
     for record in sorted(records, key=lambda record: (-record.size_bytes, record.path)):
         writers = record.ranks
         if writers >= count:
             owners = range(number * writers // count, (number + 1) * writers // count)
         else:
-            writer = (number - dealt_parts) % count
+            writer = (number - dealt_writers) % count
             owners = range(writer, writer + 1) if writer < writers else range(0)
-            dealt_parts += writers
+            dealt_writers += writers
         if owners:
             shares.append(FileShare(record, owners))
     return shares
 
 
-def digest_shares(store: Store, shares: Sequence[FileShare]) -> list[PartDigests]:
-    """Compute the digests of shares of files in `store`; large ones are read in parallel."""
+def digest_shares(store: Store, shares: Sequence[FileShare]) -> list[ShareDigests]:
+    """Compute the digests of shares of files in `store`, in several threads if they are large."""
     total_bytes = sum(share.record.size_bytes for share in shares)
     if len(shares) < 2 or total_bytes < _MIN_POOL_BYTES:
         return [_digest_share(store, share) for share in shares]
@@ -82,21 +84,25 @@ def digest_shares(store: Store, shares: Sequence[FileShare]) -> list[PartDigests
         return list(pool.map(lambda share: _digest_share(store, share), shares))
 
 
-def _digest_share(store: Store, share: FileShare) -> PartDigests:
+def _digest_share(store: Store, share: FileShare) -> ShareDigests:
     path = share.record.path
     try:
         with closing(store.open(path)) as file:
-            digests = part_digests(file, share.record, share.owners)
+            digests = rank_digests(file, share.record, share.owners)
     except CorruptError as error:
-        return PartDigests(path, problem=unread_problem(path, error))
-    return PartDigests(path, share.owners.start, digests)
+        return ShareDigests(path, problem=unread_problem(path, error))
+    return ShareDigests(path, share.owners.start, digests)
 
 
-def compare_digests(records: Iterable[FileRecord], parts: Iterable[PartDigests]) -> list[Problem]:
-    """Return the problems in `parts`, and those of digests that differ from the records."""
+def compare_digests(records: Iterable[FileRecord], parts: Iterable[ShareDigests]) -> list[Problem]:
+    """Compare the digests of all processes with the records, and return the problems.
+
+    `parts` are the results of all processes. Their own problems are returned, too.
+    """
     problems: list[Problem] = []
     unread_paths = set()
-    digests_of_path: dict[str, dict[int, str]] = {}  # by the rank that wrote the part
+    # For each path, the digests by the rank that wrote the bytes.
+    digests_of_path: dict[str, dict[int, str]] = {}
     for part in parts:
         if part.problem is not None:
             problems.append(part.problem)

@@ -1,8 +1,8 @@
-"""Bytes of large files at the rate of the disk or network.
+"""Reads and writes large files at the rate of the disk or network.
 
-Memory is aligned, files are read ahead, and large writes use direct I/O, which bypasses the page
-cache. Nothing here knows why a file is read or written. Begin at `prefetch`, which
-reads, and at `writer`, which writes.
+Files are read before the caller needs their bytes, and large writes use direct I/O, which bypasses
+the page cache. Nothing here knows why a file is read or written. Begin at `prefetch`, which reads,
+and at `writer`, which writes.
 """
 
 import lazy_loader

@@ -2,7 +2,7 @@ from .blocks import (
     ALIGNMENT as ALIGNMENT,
     BLOCK_BYTES as BLOCK_BYTES,
     Block as Block,
-    BlockKeeper as BlockKeeper,
+    BlockAllocator as BlockAllocator,
     Memory as Memory,
     address_of as address_of,
     new_block as new_block,
@@ -30,7 +30,7 @@ from .whole_files import (
     read_whole as read_whole,
 )
 from .writer import (
-    DurableFile as DurableFile,
+    FileWriter as FileWriter,
     Region as Region,
     WriterPool as WriterPool,
     WriteTuning as WriteTuning,

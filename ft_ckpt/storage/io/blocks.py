@@ -1,4 +1,4 @@
-"""Blocks of memory that files are read into, aligned to pages for direct I/O."""
+"""Allocates the blocks of memory that files are read into and written from, aligned to pages."""
 
 import ctypes
 import mmap
@@ -6,28 +6,33 @@ from contextlib import suppress
 from typing import TypeAlias, TypeVar
 
 BLOCK_BYTES = 8 << 20
-ALIGNMENT = 4096  # of addresses, offsets and lengths for O_DIRECT, on any common disk
+# On any common disk, O_DIRECT needs addresses, offsets and lengths that are multiples of this.
+ALIGNMENT = 4096
 
 Block: TypeAlias = mmap.mmap
 Memory: TypeAlias = mmap.mmap | memoryview
 OwnBlock = TypeVar("OwnBlock", bound=mmap.mmap)
 
 
-class BlockKeeper:
-    """Allocates the blocks that are read into, and tracks their use.
+class BlockAllocator:
+    """Allocates the blocks of `read_ahead`, and says when a block may be filled again.
 
-    This class reuses a block as soon as it was passed on.
+    With this class a block may be filled again as soon as its bytes were handed to the caller. A
+    subclass can wait until copies from the block to a device are done.
     """
 
     def make_block(self, size_bytes: int) -> Memory:
         """Allocate memory, preferably page-aligned."""
         return new_block(size_bytes)
 
-    def leave_block(self, block: Memory) -> None:
-        """Note that the bytes of a block were passed on, and may still be copied from it."""
+    def record_copies(self, block: Memory) -> None:
+        """Record the copies that the caller has started from a block, and that may still run."""
 
-    def await_block(self, block: Memory) -> None:
-        """Wait until all copies from it are done; it is filled again, or freed. In any thread."""
+    def await_copies(self, block: Memory) -> None:
+        """Wait until all copies from a block are done.
+
+        Called in any thread, before the block is filled again or freed.
+        """
 
 
 def new_block(size_bytes: int = BLOCK_BYTES) -> Block:
@@ -38,7 +43,7 @@ def new_block(size_bytes: int = BLOCK_BYTES) -> Block:
 def new_block_of(kind: type[OwnBlock], size_bytes: int) -> OwnBlock:
     """Allocate a block as `new_block` does, as an object of class `kind`."""
     block = kind(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # huge pages, if available, reduce the cost of the first touch to a fifth
+    # Huge pages, if available, reduce the cost of the first touch to a fifth.
     with suppress(OSError, AttributeError):
         block.madvise(mmap.MADV_HUGEPAGE)
     return block
@@ -50,7 +55,7 @@ def address_of(block: Memory) -> int:
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:
-    """Return the writable memory at an address."""
+    """Return a writable view of memory from `address` on. The view does not keep it alive."""
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 

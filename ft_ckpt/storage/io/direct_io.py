@@ -1,4 +1,7 @@
-"""Writes files with direct I/O (O_DIRECT), bypassing the page cache, where that is possible."""
+"""Writes local files, with direct I/O (O_DIRECT, bypassing the page cache) where that is possible.
+
+A file is written at a hidden path, its draft, and moved to its own path when it is complete.
+"""
 
 import contextlib
 import errno
@@ -14,31 +17,43 @@ from ft_ckpt.storage.io.blocks import ALIGNMENT, address_of
 from ft_ckpt.storage.look_ups import stored_file
 from ft_ckpt.storage.store import Stored
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# no O_DIRECT on this file system, or a read-only file
-_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}
+_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# The file system has no O_DIRECT, or the file is read-only.
+_NO_DIRECT_ERRORS = {errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass
 class LocalWriting:
-    """A file that is being written at `draft`.
+    """A file that is being written at `draft`. `finish` moves it to `path`.
 
-    `finish` moves it to `path`, if that is another path. Whole disk blocks of aligned memory are
-    written with direct I/O, through the descriptor `direct`. All other bytes go through the page
-    cache, where the kernel merges the bytes of two ranks that share a disk block.
+    Whole disk blocks of aligned memory are written with direct I/O. All other bytes go through the
+    page cache, where the kernel merges the bytes of two ranks that share a disk block.
+
+    Attributes:
+        name: name of the object in its store.
+        path: path of the finished file.
+        draft: path of the file while it is written. For a shared file it is `path`.
+        size_bytes: size of the complete file.
+        buffered_descriptor: writes through the page cache.
+        direct_descriptor: writes with direct I/O. -1: all bytes go through the page cache.
+        is_shared: True if other processes write to the file, too. Then this one does not know when
+            the file is complete.
+        syncs: True if the file must survive a power cut once `finish` has returned.
+        is_new: True if it is an error when `path` exists already.
+        written_bytes: number of bytes that this process has written so far.
     """
 
     name: str
     path: Path
     draft: Path
     size_bytes: int
-    plain: int
-    direct: int  # -1: all goes through the page cache
-    is_shared: bool  # other processes write to it, too: this one does not know when it is complete
-    syncs: bool  # whether it survives a power cut once `finish` has returned
-    is_new: bool = False  # whether an existing file is an error
-    written: int = 0
+    buffered_descriptor: int
+    direct_descriptor: int
+    is_shared: bool
+    syncs: bool
+    is_new: bool = False
+    written_bytes: int = 0
     _lock: Lock = field(default_factory=Lock)
 
     def write(self, offset: int, memory: memoryview) -> None:
@@ -46,31 +61,35 @@ class LocalWriting:
             raise IncompleteError(
                 f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}"
             )
-        first, last = (0, 0) if self.direct < 0 else _whole_blocks(offset, memory)
+        first, last = 0, 0
+        if self.direct_descriptor >= 0:
+            first, last = _whole_blocks(offset, memory)
         with explained(self.path):
-            _write_all(self.plain, memory[:first], offset)
-            _write_all(self.direct, memory[first:last], offset + first)
-            _write_all(self.plain, memory[last:], offset + last)
+            _write_all(self.buffered_descriptor, memory[:first], offset)
+            _write_all(self.direct_descriptor, memory[first:last], offset + first)
+            _write_all(self.buffered_descriptor, memory[last:], offset + last)
         with self._lock:
-            self.written += len(memory)
+            self.written_bytes += len(memory)
 
     def finish(self) -> Stored:
-        """Sync the file, unless a commit syncs all files later, and move it into place.
+        """Sync the file and move it to its path.
 
-        A shared file is always synced, because no other machine can sync the bytes that this one
-        has cached. Raises IncompleteError when bytes are missing, NameTakenError when it must be
-        new and is not.
+        If `syncs` is False, a commit syncs all files later, and this one is not synced. But a
+        shared file is always synced here, because no other machine can sync the bytes that this one
+        has cached. Raises IncompleteError when bytes are missing, NameTakenError when the file must
+        be new and its path exists.
         """
-        if self.written != self.size_bytes and not self.is_shared:
+        if self.written_bytes != self.size_bytes and not self.is_shared:
             self.abandon()
             raise IncompleteError(
-                f"{self.name}: {self.written} of {self.size_bytes} bytes arrived; nothing is kept"
+                f"{self.name}: {self.written_bytes} of {self.size_bytes} bytes arrived; "
+                "nothing is kept"
             )
         try:
             with explained(self.path):
                 if self.syncs or self.is_shared:
-                    local_disk.sync_open(self.plain)
-                facts = os.fstat(self.plain)
+                    local_disk.sync_open(self.buffered_descriptor)
+                status = os.fstat(self.buffered_descriptor)
                 self._close()
                 if self.draft != self.path:
                     self._take_name()
@@ -79,7 +98,7 @@ class LocalWriting:
         except BaseException:
             self.abandon()
             raise
-        return stored_file(self.name, facts)
+        return stored_file(self.name, status)
 
     def abandon(self) -> None:
         """Close the draft and delete it, unless it is shared."""
@@ -99,14 +118,19 @@ class LocalWriting:
             raise NameTakenError(f"{self.path}: exists already; nothing was written") from error
 
     def _close(self) -> None:
-        """Close each descriptor once, also after an error: its number may be reused at once."""
-        plain, direct, self.plain, self.direct = self.plain, self.direct, -1, -1
+        """Close each descriptor once, even if closing fails.
+
+        The system can give the number of a closed descriptor to another file at once. So the
+        numbers are forgotten before they are closed.
+        """
+        buffered, direct = self.buffered_descriptor, self.direct_descriptor
+        self.buffered_descriptor = self.direct_descriptor = -1
         try:
             if direct >= 0:
                 os.close(direct)
         finally:
-            if plain >= 0:
-                os.close(plain)
+            if buffered >= 0:
+                os.close(buffered)
 
 
 def create_file(
@@ -121,40 +145,43 @@ def create_file(
     syncs: bool = True,
     is_new: bool = False,
 ) -> LocalWriting:
-    """Create `draft`, which will be moved to `path`.
+    """Create the file `draft`, which will be moved to `path`.
 
-    The space is allocated, unless the draft is `shared`; see `allocate_file`. The draft gets the
-    permissions of the file that it replaces, if there is one, limited by `max_mode`. Raises
-    NoSpaceError when there is not enough space, TargetError when `draft` cannot be created, or
-    exists and is not `shared`.
+    If `path` exists, the draft gets its permissions, limited by `max_mode`. The space of the draft
+    is allocated. But if several processes write to it (`shared`), one of them has called
+    `allocate_file` before. Raises NoSpaceError when there is not enough space, TargetError when
+    `draft` cannot be created, or exists and is not `shared`.
     """
     with explained(path):
         replaced = None
-        with contextlib.suppress(FileNotFoundError):
-            replaced = None if shared else path.stat()
-        bits = 0o666 & max_mode if replaced is None else 0o600
-        plain = os.open(draft, _FLAGS | os.O_CREAT | (0 if shared else os.O_EXCL), bits)
+        flags = _FLAGS | os.O_CREAT
+        if not shared:
+            flags |= os.O_EXCL
+            with contextlib.suppress(FileNotFoundError):
+                replaced = path.stat()
+        mode = 0o666 & max_mode if replaced is None else 0o600
+        buffered = os.open(draft, flags, mode)
         try:
             if replaced is not None:
                 local_disk.take_mode(draft, replaced, max_mode)
             elif max_mode != 0o777:
-                local_disk.warn_if_open(path, os.fstat(plain), bits)
+                local_disk.warn_if_open(path, os.fstat(buffered), mode)
             if not shared:
-                allocate_space(plain, size_bytes)
+                allocate_space(buffered, size_bytes)
             unbuffered = _open_unbuffered(draft) if direct else -1
         except BaseException:
-            os.close(plain)
+            os.close(buffered)
             if not shared:
                 local_disk.unlink(draft)
             raise
-    return LocalWriting(name, path, draft, size_bytes, plain, unbuffered, shared, syncs, is_new)
+    return LocalWriting(name, path, draft, size_bytes, buffered, unbuffered, shared, syncs, is_new)
 
 
 def allocate_file(path: Path, size_bytes: int, max_mode: int = 0o777) -> None:
-    """Allocate the space of the file `path`, creating it if it is missing.
+    """Allocate the space of the file `path`, to which several processes will write.
 
-    Several processes may write to it. Raises NoSpaceError when there is not enough, TargetError
-    when the file cannot be created.
+    Creates the file if it is missing. Raises NoSpaceError when there is not enough space,
+    TargetError when the file cannot be created.
     """
     with explained(path):
         descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666 & max_mode)
@@ -166,13 +193,13 @@ def allocate_file(path: Path, size_bytes: int, max_mode: int = 0o777) -> None:
 
 
 def _open_unbuffered(path: Path) -> int:
-    """Open the file `path` again for direct I/O; return -1 if its file system has none."""
+    """Open the file `path` again for direct I/O. Return -1 if its file system has none."""
     if not hasattr(os, "O_DIRECT"):
         return -1
     try:
         return os.open(path, _FLAGS | os.O_DIRECT, 0o666)
     except OSError as error:
-        if error.errno not in _NOT_DIRECT:
+        if error.errno not in _NO_DIRECT_ERRORS:
             raise
         return -1
 
@@ -180,20 +207,23 @@ def _open_unbuffered(path: Path) -> int:
 def allocate_space(descriptor: int, size_bytes: int, *, keeps_size: bool = False) -> None:
     """Allocate the space of a file, so that a full disk is noticed before the first write.
 
-    With `keeps_size` the file does not get longer. Raises OSError when the disk is full.
+    If `keeps_size` is True, the file does not get longer. Raises OSError when the disk is full.
+    Other errors are ignored, because some file systems cannot allocate.
     """
     try:
         if size_bytes:
             libc.fallocate(descriptor, size_bytes, keeps_size=keeps_size)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in _FULL_ERRORS:
             raise
 
 
 def _whole_blocks(offset: int, memory: memoryview) -> tuple[int, int]:
-    """Return the range of `memory` at `offset` that fills whole disk blocks from aligned addresses.
+    """Return which bytes [first, last) of `memory` can be written with direct I/O.
 
-    Returns (0, 0) if there is none.
+    `memory` goes to byte `offset` of the file. The bytes fill whole disk blocks, and their address
+    is aligned. For example, 10,000 bytes for offset 4000 have [96, 8288), which fill the blocks
+    from 4096 to 12288. Returns (0, 0) if there are none.
     """
     first = -offset % ALIGNMENT
     last = len(memory) - (offset + len(memory)) % ALIGNMENT
@@ -203,13 +233,14 @@ def _whole_blocks(offset: int, memory: memoryview) -> tuple[int, int]:
 
 
 def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Write `memory` at `offset` of the file; through the page cache if O_DIRECT is refused.
+    """Write `memory` at `offset` of the file. Raises OSError.
 
-    Raises OSError.
+    If the file system refuses a direct write, this descriptor writes through the page cache from
+    then on.
     """
     done = 0
     while done < len(memory):
-        # each time: another thread's refused write may change them
+        # They are read each time, because another thread changes them if its write is refused.
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         was_direct = flags & getattr(os, "O_DIRECT", 0)
         try:
@@ -217,7 +248,7 @@ def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL or not was_direct:
                 raise
-            # some file systems refuse only at a write
+            # Some file systems refuse direct I/O only at a write.
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~was_direct)
             continue
         if not count:

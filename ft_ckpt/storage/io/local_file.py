@@ -1,11 +1,14 @@
-"""Open local files: ranges and mappings, with an error when the file changes while it is open.
+"""Reads and maps local files, and raises an error when a file changes while it is open.
 
 A file that is deleted or replaced by rename stays readable through its descriptor. Truncation and
-writes in place are detected before bytes are handed out: size and modification time are compared at
-each read and mapping. On a network file system the size alone is compared: a client's cache may
-show an older time for a while, and then the current one of an unchanged file. Later changes do not
-affect copied bytes. Mapped bytes are pages of the file: truncating it after they were handed out
-raises SIGBUS at the next access, as in every program that maps files.
+writes in place are detected before bytes are handed out, because each read and mapping compares the
+size and the modification time with those of the opened file. On a network file system only the size
+is compared. There the cache of a client can show an old time first, and the current one later,
+although the file did not change.
+
+Bytes that were copied are not affected by later changes of the file. Bytes that were mapped are
+pages of the file. If it is truncated later, the next access to them raises SIGBUS, as in every
+program that maps files.
 """
 
 import ctypes
@@ -23,7 +26,8 @@ from ft_ckpt.storage.look_ups import file_version, regular_descriptor
 from ft_ckpt.storage.mounts import keeps_exact_times
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_MAX_CALL_BYTES = 1 << 30  # read in one call; Linux takes less than 2 GB
+# One call reads at most this much, because Linux reads less than 2 GB at once.
+_MAX_CALL_BYTES = 1 << 30
 
 
 class LocalFile:
@@ -32,20 +36,24 @@ class LocalFile:
     can_map = True
 
     def __init__(self, name: str, path: Path, descriptor: int) -> None:
-        self.name, self.path, self.descriptor = name, path, descriptor  # `path`: for messages
+        self.name = name
+        self.path = path  # only for messages, because the path can lead to another file by now
+        self.descriptor = descriptor
         self._closer = weakref.finalize(self, os.close, descriptor)
         self._closed = False
-        facts = os.fstat(descriptor)
-        self.size_bytes, self.version = facts.st_size, file_version(facts)
-        self.mode = stat.S_IMODE(facts.st_mode) | stat.S_IRUSR
-        self._opened_mtime_ns = facts.st_mtime_ns
+        status = os.fstat(descriptor)
+        self.size_bytes = status.st_size
+        self.version = file_version(status)
+        self.mode = stat.S_IMODE(status.st_mode) | stat.S_IRUSR
+        self._opened_mtime_ns = status.st_mtime_ns
 
     @property
     def where(self) -> str:
         return str(self.path)
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
-        done, size_bytes = 0, len(memory)
+        done = 0
+        size_bytes = len(memory)
         while done < size_bytes:
             target = memory[done : done + _MAX_CALL_BYTES]
             try:
@@ -56,7 +64,8 @@ class LocalFile:
             if not count:
                 break
             done += count
-        self.check()  # after reading, so that a concurrent write is detected
+        # The check comes after the read, so that a concurrent write is detected.
+        self.check()
         if done < size_bytes:
             raise CorruptError(
                 f"{self.path.name}: ends at byte {start + done}, bytes up to {start + size_bytes} "
@@ -64,9 +73,9 @@ class LocalFile:
             )
 
     def map(self, *, in_large_pages: bool = True) -> "MappedBytes | None":
-        """Map the file into memory.
+        """Map the file into memory. Return None for an empty file, or if the system refuses.
 
-        `in_large_pages` makes the mapping faster to touch, but slower to read from the disk.
+        With `in_large_pages` the mapping is faster to touch, but slower to read from the disk.
         """
         self.check()
         if not self.size_bytes:
@@ -112,43 +121,50 @@ def open_local_file(path: Path, name: str = "") -> LocalFile:
 
 
 class MappedBytes:
-    """A whole file as a private mapping.
+    """The bytes of a whole file in private memory. Writes to the memory do not reach the file.
 
-    Pages are read at first access, and writes do not reach the file.
+    The memory is a mapping of the file, whose pages are read at their first access. If
+    `is_anonymous`, it is anonymous memory that the file was read into.
 
-    With `is_own` it is anonymous memory that the file was read into. One mapping serves all
-    tensors, because many mappings are slower to touch; the memory of each tensor is released
-    separately. Python's mmap is as fast, but before 3.13 (`trackfd`) it keeps a descriptor open for
-    each shard while any tensor of it is in use.
+    All tensors of a file share one mapping, because many mappings are slower to touch. Each tensor
+    has a view of its bytes (`view_of`), whose pages are released when the tensor is.
+
+    Python's mmap is as fast, but before 3.13 (`trackfd`) it keeps a descriptor of the file open
+    while any of its tensors is in use.
     """
 
-    def __init__(self, address: int, size_bytes: int, is_own: bool) -> None:
-        self.address, self.is_own = address, is_own
-        # released parts: their edges may still contain writes
-        self.released: set[tuple[int, int]] = set()
+    def __init__(self, address: int, size_bytes: int, is_anonymous: bool) -> None:
+        self.address = address
+        self.is_anonymous = is_anonymous
         self.memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
-        self.parts: dict[tuple[int, int], _FileRange] = {}
-        # tensors may outlive the exit
+        # The views in use, by (start, size_bytes).
+        self.views: dict[tuple[int, int], _ViewReference] = {}
+        # The ranges (start, size_bytes) that had a view before. A caller may have written to them.
+        self.released: set[tuple[int, int]] = set()
+        # Not at the exit of the process, because tensors can still be in use then.
         weakref.finalize(self, libc.munmap, address, size_bytes).atexit = False
 
     @staticmethod
     def create(
         descriptor: int, size_bytes: int, *, in_large_pages: bool = True
     ) -> "MappedBytes | None":
-        """Map an open file (-1: zeroed private memory); return None if the system refuses it."""
+        """Map an open file, or zeroed anonymous memory if `descriptor` is -1.
+
+        Returns None if the system refuses it.
+        """
         address = libc.map_private(descriptor, size_bytes)
         if address is None:
             return None
-        # Large pages: fewer faults. Those of a file are in the page cache, if its file system
-        # supports them.
+        # Large pages cause fewer page faults. For a file they are pages of the page cache, if its
+        # file system supports that.
         if in_large_pages:
             libc.madvise(address, size_bytes, libc.HUGEPAGE)
-        return MappedBytes(address, size_bytes, is_own=descriptor < 0)
+        return MappedBytes(address, size_bytes, is_anonymous=descriptor < 0)
 
     def read_in(self, start: int, stop: int) -> bool:
-        """Read these bytes of the file into the page cache.
+        """Read the bytes [start, stop) of the file into the page cache.
 
-        Returns False if that fails; touching the bytes would then end the process.
+        Returns False if that fails. Touching the bytes would then end the process.
         """
         first = start // _PAGE * _PAGE
         return bool(libc.madvise(self.address + first, stop - first, libc.POPULATE_READ) == 0)
@@ -156,40 +172,46 @@ class MappedBytes:
     def view_of(
         self, start: int, size_bytes: int, read_into: Callable[[memoryview, int], None]
     ) -> memoryview:
-        """Return a view of a part of the memory, which is released when nothing refers to the view.
+        """Return a view of `size_bytes` of the memory, from byte `start` of the file on.
 
-        While a part is in use, all callers get the same view. Bytes of a part that was released
-        before, and may differ from the file, are read again by `read_into`.
+        All callers get the same view while anything refers to it. Then its memory is released. If
+        such a view is asked for again, the bytes that might differ from the file are read again by
+        `read_into`.
         """
-        part = self.parts.get((start, size_bytes))
-        view = None if part is None else part()
+        reference = self.views.get((start, size_bytes))
+        view = None if reference is None else reference()
         if view is not None:
             return view
-        view = self._new_part(start, size_bytes)
+        view = self._new_view(start, size_bytes)
         if (start, size_bytes) in self.released:
             end = start + size_bytes
-            ranges = [(start, end)] if self.is_own else _shared_edges(start, end)
-            for first, last in ranges:
+            # Released pages of a mapped file have the bytes of the file again. Those of anonymous
+            # memory are zero.
+            stale_ranges = [(start, end)] if self.is_anonymous else _shared_edges(start, end)
+            for first, last in stale_ranges:
                 read_into(self.memory[first:last], first)
         return view
 
-    def _new_part(self, start: int, size_bytes: int) -> memoryview:
+    def _new_view(self, start: int, size_bytes: int) -> memoryview:
         view = self.memory[start : start + size_bytes]
-        part = self.parts[start, size_bytes] = _FileRange(view, _FileRange.end_use)
-        part.mapping, part.start, part.size_bytes = self, start, size_bytes
-        _parts_in_use[id(part)] = part
+        reference = _ViewReference(view, _ViewReference.end_use)
+        reference.mapping = self
+        reference.start = start
+        reference.size_bytes = size_bytes
+        self.views[start, size_bytes] = reference
+        _references_in_use[id(reference)] = reference
         return view
 
     def release(self, start: int, size_bytes: int) -> None:
-        """Release the pages that lie entirely in this part."""
+        """Release the pages that lie entirely in this range."""
         self.released.add((start, size_bytes))
-        first, last = start + -start % _PAGE, (start + size_bytes) // _PAGE * _PAGE
+        first, last = _whole_pages(start, start + size_bytes)
         if first < last:
             libc.madvise(self.address + first, last - first, libc.DONTNEED)
 
 
-class _FileRange(weakref.ref[memoryview]):
-    """A weak reference to a part in use, which keeps the mapping alive.
+class _ViewReference(weakref.ref[memoryview]):
+    """A weak reference to a view in use. It keeps the mapping alive.
 
     The object is small, because there is one for each tensor.
     """
@@ -199,23 +221,37 @@ class _FileRange(weakref.ref[memoryview]):
     start: int
     size_bytes: int
 
-    # bound: exit clears globals first
+    # `is_over` is bound as a default, because the exit of the process clears globals first.
     def end_use(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Release the memory of a part that nothing refers to any more."""
+        """Release the memory of a view that nothing refers to any more."""
         if is_over():
             return
-        del _parts_in_use[id(self)]
+        del _references_in_use[id(self)]
         key = self.start, self.size_bytes
-        if self.mapping.parts.get(key) is self:  # not replaced by another thread at the same moment
-            del self.mapping.parts[key]
+        # Another thread can have made a new view of the same bytes at this moment.
+        if self.mapping.views.get(key) is self:
+            del self.mapping.views[key]
             self.mapping.release(*key)
 
 
-# kept alive, because the callback of a weak reference runs only if the reference is
-_parts_in_use: dict[int, _FileRange] = {}
+# Keeps the weak references alive, because a reference that is gone does not run its callback.
+_references_in_use: dict[int, _ViewReference] = {}
 
 
 def _shared_edges(start: int, end: int) -> list[tuple[int, int]]:
-    """Return the ends of [start, end) that share pages with neighbours, and are not released."""
-    first, last = start + -start % _PAGE, end // _PAGE * _PAGE
-    return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]
+    """Return the bytes of [start, end) that share a page with other bytes, so are not released.
+
+    With pages of 4096 bytes, [5000, 20000) has the edges [5000, 8192) and [16384, 20000).
+    """
+    first, last = _whole_pages(start, end)
+    if first < last:
+        return [(start, first), (last, end)]
+    return [(start, end)]
+
+
+def _whole_pages(start: int, end: int) -> tuple[int, int]:
+    """Return the bytes [first, last) of the pages that lie entirely in [start, end).
+
+    If there are none, `first` is not below `last`.
+    """
+    return start + -start % _PAGE, end // _PAGE * _PAGE

@@ -1,7 +1,11 @@
-"""Reads ranges of open objects ahead of their use into aligned blocks of memory.
+"""Reads byte ranges of open files and objects in threads, before the caller needs them.
 
-On most disks, direct I/O (O_DIRECT, bypassing the page cache) has twice the rate of reading through
-the page cache, and needs a tenth of the CPU time. Bytes in the page cache are taken from there.
+A run is a byte range that the caller asks for. Runs that are close together are read into one
+aligned block of memory, by one read.
+
+Large ranges of local files that are not in the page cache are read with direct I/O (O_DIRECT,
+bypassing the page cache). On most disks, that has twice the rate of reading through the page cache,
+and needs a tenth of the CPU time.
 """
 
 import errno
@@ -19,7 +23,7 @@ from ft_ckpt.progress_bars import note_read
 from ft_ckpt.storage.io.blocks import (
     ALIGNMENT,
     BLOCK_BYTES,
-    BlockKeeper,
+    BlockAllocator,
     Memory,
     address_of,
     aligned_size,
@@ -29,10 +33,14 @@ from ft_ckpt.storage.io.local_file import LocalFile
 from ft_ckpt.storage.libc import cached_bytes
 from ft_ckpt.storage.store import Readable
 
-_MIN_DIRECT_BYTES = 256 << 10  # smaller reads profit more from the kernel's read-ahead
-_GAP_BYTES = 64 << 10  # smaller gaps between two ranges are read too, to save a request
-_REMOTE_BLOCK_BYTES = 16 << 20  # requests are billed
-_MIN_REMOTE_READS = 6  # in parallel: most of each request is latency
+# Smaller reads profit more from the kernel's read-ahead.
+_MIN_DIRECT_BYTES = 256 << 10
+# If the gap between two runs is at most this long, it is read, too, which saves a request.
+_GAP_BYTES = 64 << 10
+# Requests to a bucket are billed, so they are large.
+_REMOTE_BLOCK_BYTES = 16 << 20
+# Most of the time of a request is latency, so several run in parallel.
+_MIN_REMOTE_READS = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +55,18 @@ class ByteRun:
 
 @dataclass(frozen=True, eq=False)
 class ReadPart:
-    """The next bytes of a run, which stay in memory until the next part is requested."""
+    """The next bytes of a run, which stay in memory until the next part is requested.
+
+    Attributes:
+        run: the run that the bytes belong to.
+        start: offset in the file of the first byte.
+        address: address of the first byte in memory.
+        size_bytes: number of bytes.
+        block: the memory that the bytes are in.
+    """
 
     run: ByteRun
-    start: int  # in the file
+    start: int
     address: int
     size_bytes: int
     block: Memory
@@ -63,10 +79,14 @@ class ReadPart:
 
 @dataclass(eq=False)
 class BlockRead:
-    """One read of bytes [start, end) of a file into a block, and the runs in it."""
+    """One read of bytes [start, end) of a file into a block.
+
+    `start` is aligned for direct I/O. `runs` are the runs that have bytes in this range, each with
+    the bytes [start, end) of the file that are its own.
+    """
 
     file: Readable
-    start: int  # aligned
+    start: int
     end: int
     runs: list[tuple[ByteRun, int, int]] = field(default_factory=list)
 
@@ -75,12 +95,15 @@ class BlockRead:
         return self.end - self.start
 
     def can_take(self, run: ByteRun, position: int, block_bytes: int) -> bool:
-        """Check whether this byte of the run's file is best read together with this block."""
+        """Check whether the read can be extended to the byte at `position` of the run's file.
+
+        The byte must lie in the same block, and close to the end of the read.
+        """
         limit = min(self.end + _GAP_BYTES + 1, self.start + block_bytes)
         return run.file is self.file and self.end <= position < limit
 
     def parts_in(self, block: Memory) -> Iterator[ReadPart]:
-        """Yield the parts of the runs in `block`, after it was read."""
+        """Yield the bytes of each run, after `block` was read."""
         address = address_of(block)
         for run, start, end in self.runs:
             yield ReadPart(run, start, address + start - self.start, end - start, block)
@@ -91,39 +114,50 @@ def read_ahead(
     threads: int = 2,
     direct: str = "auto",
     block_bytes: int | None = None,
-    keeper: BlockKeeper | None = None,
+    allocator: BlockAllocator | None = None,
 ) -> Iterator[ReadPart]:
     """Yield the bytes of all `runs`, in order.
 
-    While one part is in use, `threads` threads read the following ones. If the first run is remote,
-    there are at least six threads. At most `threads` + 2 blocks of `block_bytes` (a multiple of
-    ALIGNMENT; None: 8 MiB, 16 for remote objects) are in use. `direct`: "auto" uses direct I/O
-    unless a read is small or cached, "on" always, "off" never; file systems that do not support it
-    use the page cache. `keeper` allocates the blocks, and keeps them while their bytes
-    are copied. Raises CorruptError when a file is too short, cannot be read, or has changed since
-    it was opened.
+    While the caller uses one part, `threads` threads read the following ones. If the first run is
+    remote, there are at least six threads. At most `threads` + 2 blocks are in memory.
+
+    Args:
+        runs: the byte ranges to read.
+        threads: number of threads that read.
+        direct: "auto" uses direct I/O for large reads that are not in the page cache, "on" for all
+            reads, "off" for none. If the file system does not support it, the page cache is used.
+        block_bytes: size of a block, a multiple of ALIGNMENT. None is 8 MiB, or 16 MiB if the first
+            run is remote.
+        allocator: allocates the blocks, and is waited for before a block is filled again.
+
+    Raises CorruptError when a file is too short, cannot be read, or has changed since it was
+    opened.
     """
-    keeper = keeper or BlockKeeper()
+    if allocator is None:
+        allocator = BlockAllocator()
     runs = iter(runs)
     first_run = next(runs, None)
     if first_run is None:
         return
     threads = parallel_reads(first_run.file, threads)
-    block_bytes = block_bytes or block_size(first_run.file)
+    if block_bytes is None:
+        block_bytes = block_size(first_run.file)
     reads = _block_reads(chain([first_run], runs), block_bytes)
     in_flight = deque[tuple[BlockRead, Memory, Future[None]]]()
-    free_blocks = deque(keeper.make_block(block_bytes) for _ in range(threads + 2))
+    free_blocks = deque(allocator.make_block(block_bytes) for _ in range(threads + 2))
     with ExitStack() as stack, ThreadPoolExecutor(threads, "ft_ckpt-read") as pool:
         descriptors = _DirectDescriptors(direct, stack)
         for block in free_blocks:
-            stack.callback(keeper.await_block, block)
+            stack.callback(allocator.await_copies, block)
         while True:
             while free_blocks:
                 read = next(reads, None)
                 if read is None:
                     break
-                block = free_blocks.popleft()  # the one that was released first
-                future = pool.submit(_fill_block, keeper, read, block, descriptors.for_read(read))
+                block = free_blocks.popleft()  # its copies are the oldest ones
+                future = pool.submit(
+                    _fill_block, allocator, read, block, descriptors.for_read(read)
+                )
                 in_flight.append((read, block, future))
             if not in_flight:
                 return
@@ -131,14 +165,15 @@ def read_ahead(
             future.result()
             note_read(read.size_bytes)
             yield from read.parts_in(block)
-            keeper.leave_block(block)
+            allocator.record_copies(block)
             free_blocks.append(block)
 
 
 def is_in_page_cache(run: ByteRun) -> bool:
-    """Check whether a large run of a local file is in the page cache as a whole.
+    """Check whether all bytes of a large run of a local file are in the page cache.
 
-    Then `read_in_place` is faster than `read_ahead`, which copies twice.
+    If so, `read_in_place` is faster than `read_ahead`, after which the caller copies once more.
+    Returns False for a small run.
     """
     if not isinstance(run.file, LocalFile) or run.size_bytes < _MIN_DIRECT_BYTES:
         return False
@@ -146,7 +181,7 @@ def is_in_page_cache(run: ByteRun) -> bool:
 
 
 def read_in_place(targets: Mapping[ByteRun, int], threads: int = 4) -> None:
-    """Read each run through the page cache to its address in memory, in `threads` threads.
+    """Read each run to its address in memory, through the page cache, in `threads` threads.
 
     Raises CorruptError when a file is too short, cannot be read, or has changed since it was
     opened.
@@ -164,7 +199,10 @@ def read_in_place(targets: Mapping[ByteRun, int], threads: int = 4) -> None:
 
 
 def await_reads(reads: Mapping[Future[None], int]) -> None:
-    """Wait for reads, each of so many bytes; after the first error the others are cancelled."""
+    """Wait for reads, each with its number of bytes, which progress bars show.
+
+    After the first error the reads that have not begun are cancelled, and the error is raised.
+    """
     try:
         for read, size_bytes in reads.items():
             read.result()
@@ -175,11 +213,12 @@ def await_reads(reads: Mapping[Future[None], int]) -> None:
 
 
 def block_size(file: Readable) -> int:
+    """Return the size in bytes of the blocks that `file` is read in."""
     return BLOCK_BYTES if file.can_map else _REMOTE_BLOCK_BYTES
 
 
 def parallel_reads(file: Readable, threads: int) -> int:
-    """Return the number of reads of `file` at the same time."""
+    """Return how many reads of `file` run in parallel if the caller wants `threads`."""
     return threads if file.can_map else max(threads, _MIN_REMOTE_READS)
 
 
@@ -194,10 +233,15 @@ def is_cached(descriptor: int, start: int, size_bytes: int) -> bool:
 
 
 def _block_reads(runs: Iterable[ByteRun], block_bytes: int) -> Iterator[BlockRead]:
-    """Split the runs into reads that fit into a block; neighbours share one."""
+    """Split and join the runs into reads that fit into a block each.
+
+    For example, if blocks have 8 MiB, a run of 20 MiB becomes three reads. The last of them has
+    4 MiB, and also reads the next run if that follows it in the file and fits.
+    """
     read = None
     for run in runs:
-        position, end = run.start, run.start + run.size_bytes
+        position = run.start
+        end = run.start + run.size_bytes
         while position < end:
             if read is None or not read.can_take(run, position, block_bytes):
                 if read is not None:
@@ -211,7 +255,7 @@ def _block_reads(runs: Iterable[ByteRun], block_bytes: int) -> Iterator[BlockRea
 
 
 class _DirectDescriptors:
-    """Descriptors of files for direct I/O, opened at their first read and closed with `stack`."""
+    """Opens a descriptor for direct I/O at the first read of each file. `stack` closes them."""
 
     def __init__(self, direct: str, stack: ExitStack) -> None:
         self._direct, self._stack = direct, stack
@@ -239,11 +283,10 @@ def read_in_steps(
     direct: str = "auto",
     step: int = BLOCK_BYTES,
 ) -> None:
-    """Read the first `size_bytes` of a file into `memory`.
+    """Read the first `size_bytes` of a file into `memory`, in parallel reads of `step` bytes.
 
-    The memory is aligned, and its size a multiple of ALIGNMENT.
-
-    `direct` and errors as for `read_ahead`.
+    The memory must be aligned, and its size a multiple of ALIGNMENT. `direct` and the errors are
+    those of `read_ahead`.
     """
     with ExitStack() as stack:
         descriptors = _DirectDescriptors(direct, stack)
@@ -260,7 +303,10 @@ def read_in_steps(
 
 
 def _pays_direct(read: BlockRead) -> bool:
-    """Check whether direct I/O is faster, as for a large read that is not in the page cache."""
+    """Check whether direct I/O is faster than reading through the page cache.
+
+    It is faster for a large read of a local file, unless all of its bytes are in the page cache.
+    """
     file = read.file
     if not isinstance(file, LocalFile) or read.size_bytes < _MIN_DIRECT_BYTES:
         return False
@@ -268,10 +314,10 @@ def _pays_direct(read: BlockRead) -> bool:
 
 
 def _open_direct(file: Readable, stack: ExitStack) -> int | None:
-    """Open a local file again for direct I/O; return None if that is impossible."""
+    """Open a local file again for direct I/O. Return None if that is impossible."""
     if not isinstance(file, LocalFile):
         return None
-    # by its descriptor: its path may be another file by now
+    # It is opened by its descriptor, because its path may lead to another file by now.
     path = f"/proc/self/fd/{file.descriptor}"
     with suppress(OSError, AttributeError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -280,8 +326,10 @@ def _open_direct(file: Readable, stack: ExitStack) -> int | None:
     return None
 
 
-def _fill_block(keeper: BlockKeeper, read: BlockRead, block: Memory, direct: int | None) -> None:
-    keeper.await_block(block)
+def _fill_block(
+    allocator: BlockAllocator, read: BlockRead, block: Memory, direct: int | None
+) -> None:
+    allocator.await_copies(block)
     _read_block(read, block, direct)
 
 
@@ -295,7 +343,8 @@ def _read_block(read: BlockRead, block: Memory, direct: int | None) -> None:
 
 
 def _read_local(file: LocalFile, read: BlockRead, view: memoryview, direct: int | None) -> None:
-    size_bytes, done = read.size_bytes, 0
+    size_bytes = read.size_bytes
+    done = 0
     while done < size_bytes:
         position = read.start + done
         try:
@@ -308,13 +357,15 @@ def _read_local(file: LocalFile, read: BlockRead, view: memoryview, direct: int 
         except OSError as error:
             if error.errno != errno.EINVAL or direct is None:
                 raise file.refused(f"at byte {position}", error) from error
-            # some file systems refuse only here, all of them after an unaligned count
+            # Some file systems refuse direct I/O only at a read. All of them refuse it after a read
+            # that returned an unaligned number of bytes.
             direct = None
             continue
         if not count:
             break
         done += count
-    file.check()  # after reading, so that a concurrent write is detected
+    # The check comes after the read, so that a concurrent write is detected.
+    file.check()
     if done < size_bytes:
         raise CorruptError(
             f"{file.path.name}: ends at byte {read.start + done}, bytes up to {read.end} asked "

@@ -1,13 +1,14 @@
-"""Writes memory regions into new objects: one thread copies, several write, two digest.
+"""Writes regions of memory into new files and objects, in aligned blocks.
 
-Up to 32 MiB on a local disk are written by the calling thread, because starting others takes
-longer.
+The calling thread copies each region into a block, so the memory of the region may change as soon
+as `FileWriter.put_region` returns. When a block is full, other threads write and digest it, while
+the calling thread fills the next block. `WriteTuning.threads` threads write, and two digest.
 
-Bytes are copied into aligned blocks, which a local store writes with direct I/O (O_DIRECT,
-bypassing the page cache) if the file system supports it: on most disks, that has several times the
-rate of buffered writing followed by fsync. Because of the copy, the memory may be reused as soon as
-`put_region` returns. The regions of a whole file are contiguous from byte 0 on; of a file that
-several ranks write, each rank puts its own regions.
+A local store writes blocks with direct I/O (O_DIRECT, bypassing the page cache) if the file system
+supports it. On most disks, that has several times the rate of buffered writing followed by fsync.
+
+Up to 32 MiB on a local disk are written by the calling thread itself, because starting other
+threads takes longer.
 """
 
 import ctypes
@@ -25,21 +26,29 @@ from ft_ckpt.storage.io.blocks import ALIGNMENT, BLOCK_BYTES, Block, address_of,
 from ft_ckpt.storage.store import Stored, Writable
 
 T = TypeVar("T")
-# Up to this size the calling thread writes, in small blocks: touching new memory takes longer.
 _MAX_BYTES_IN_CALLER = 32 << 20
+# The calling thread writes small blocks, because the first touch of memory takes longer than a
+# copy.
 _SMALL_BLOCK_BYTES = 2 << 20
-_FIRST_BLOCK_BYTES = 1 << 20  # of a local file: the disk is busy while longer blocks are filled
+# The first block of a local file is small, so that the disk has work while longer ones are filled.
+_FIRST_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class WriteTuning:
-    """One way to write: `threads` writers of blocks of `block_bytes`."""
+    """How files are written.
+
+    Attributes:
+        threads: number of threads that write.
+        block_bytes: size of their blocks, a multiple of ALIGNMENT.
+        direct_bytes: files of at least this size are written with direct I/O; None: no file is.
+        sha256: True also computes the SHA-256 of each file.
+    """
 
     threads: int = 4
     block_bytes: int = BLOCK_BYTES
-    # files of at least this size are written with direct I/O; None: no file is
     direct_bytes: int | None = BLOCK_BYTES
-    sha256: bool = False  # also compute the SHA-256 of each file
+    sha256: bool = False
 
 
 def tuning_for(
@@ -48,9 +57,10 @@ def tuning_for(
     block_bytes: int = BLOCK_BYTES,
     sha256: bool = False,
 ) -> WriteTuning:
-    """Return the tuning for these settings, where None and "auto" are the defaults.
+    """Return the tuning for these settings.
 
-    "on" uses direct I/O for small files, too.
+    None for `threads` is the default number. `direct` is "auto" (direct I/O for large files), "on"
+    (for small files, too) or "off".
     """
     default = WriteTuning()
     direct_bytes = {"auto": default.direct_bytes, "on": 0, "off": None}[direct]
@@ -59,16 +69,23 @@ def tuning_for(
 
 @dataclass(frozen=True)
 class Region:
-    """The next bytes of a file: `address` on the host, valid until the next region is requested."""
+    """The next bytes of a file, which are in host memory until the next region is requested.
 
-    start: int  # in the file, ascending
+    Attributes:
+        start: offset in the file of the first byte. It ascends from region to region.
+        address: address of the first byte in host memory.
+        size_bytes: number of bytes.
+        memory_owner: the object that owns the memory. The region keeps it alive.
+    """
+
+    start: int
     address: int
     size_bytes: int
-    keeper: Any = None  # the owner of the memory
+    memory_owner: Any = None
 
 
 def region_of(start: int, data: bytes) -> Region:
-    """Make the region of `data` from byte `start` on."""
+    """Make the region of a copy of `data`, which begins at byte `start` of the file."""
     buffer = ctypes.create_string_buffer(data, max(len(data), 1))
     return Region(start, ctypes.addressof(buffer), len(data), buffer)
 
@@ -81,6 +98,257 @@ def digest_regions(regions: Iterable[Region]) -> str:
     return str(digest.hexdigest())
 
 
+class WriterPool:
+    """The threads and the aligned blocks that all files of a save share.
+
+    `local_bytes` is the total to be written, if it is known and all of it goes to a local disk.
+    After each write, the thread that made it calls `advance` with the number of bytes.
+    """
+
+    def __init__(
+        self,
+        tuning: WriteTuning | None = None,
+        local_bytes: int | None = None,
+        advance: Callable[[int], None] = lambda _size_bytes: None,
+    ) -> None:
+        self.tuning = WriteTuning() if tuning is None else tuning
+        self.advance = advance
+        self.writers: Executor
+        self.file_digester: Executor
+        self.other_digester: Executor
+        if local_bytes is not None and local_bytes <= _MAX_BYTES_IN_CALLER:
+            block_bytes = min(self.tuning.block_bytes, _SMALL_BLOCK_BYTES)
+            self.tuning = replace(self.tuning, block_bytes=block_bytes)
+            self.writers = self.file_digester = self.other_digester = CallingThread()
+        else:
+            self.writers = ThreadPoolExecutor(self.tuning.threads, "ft_ckpt-write")
+            # Each digester has one thread, because a digest takes its bytes in order.
+            self.file_digester = ThreadPoolExecutor(1, "ft_ckpt-hash")
+            self.other_digester = ThreadPoolExecutor(1, "ft_ckpt-hash-tensors")
+        self.first_block_bytes = self.tuning.block_bytes
+        if local_bytes is not None:
+            self.first_block_bytes = min(self.tuning.block_bytes, _FIRST_BLOCK_BYTES)
+        self.free_blocks: SimpleQueue[Block] = SimpleQueue()
+        self.blocks: list[Block] = []
+        # One block is being filled, one waits for a thread, and each thread writes one.
+        self.max_blocks = self.tuning.threads + 2
+
+    def __enter__(self) -> "WriterPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for executor in (self.writers, self.file_digester, self.other_digester):
+            executor.shutdown(wait=True)
+        for block in self.blocks:
+            # The traceback of an error may still hold a view of the block. Both are freed together.
+            with suppress(BufferError):
+                block.close()
+
+    @contextmanager
+    def fill(self, target: Writable) -> Iterator["FileWriter"]:
+        """Yield the writer of `target`, which the caller gives all regions and then finishes.
+
+        If the `with` block raises, the object is abandoned.
+        """
+        sha256 = hashlib.sha256() if self.tuning.sha256 else None
+        file = FileWriter(self, target, sha256=sha256)
+        try:
+            yield file
+        except BaseException:
+            file.abandon()
+            raise
+
+    def take_block(self) -> Block:
+        """Take an aligned block.
+
+        Allocates one while there are fewer than `max_blocks`. Then waits until a block has been
+        written, so that memory is bounded when the disk is slower than the caller.
+        """
+        if self.free_blocks.empty() and len(self.blocks) < self.max_blocks:
+            self.blocks.append(new_block(self.tuning.block_bytes))
+            return self.blocks[-1]
+        return self.free_blocks.get()
+
+
+@dataclass
+class FileWriter:
+    """Writes one new object from its regions. The object is durable after `finish`.
+
+    The regions come in ascending order. A rank that writes a whole file puts contiguous regions
+    from byte 0 on. If several ranks write one file, each of them puts its own regions only.
+
+    Attributes:
+        pool: the threads and blocks.
+        target: the object that is written.
+        digest: running xxh3-128 of all regions.
+        sha256: running SHA-256 of all regions, or None. It is the SHA-256 of the file if this rank
+            writes the whole file.
+        write_jobs: blocks that are queued or being written.
+        filling: the block that the next bytes are copied into, or None.
+        stored: description of the finished object, or None.
+    """
+
+    pool: WriterPool
+    target: Writable
+    digest: Any = field(default_factory=xxhash.xxh3_128)
+    sha256: Any = None
+    write_jobs: list[Future[None]] = field(default_factory=list)
+    filling: "_FillingBlock | None" = None
+    stored: Stored | None = None
+
+    def put_region(self, region: Region, tensor_digest: Any = None) -> None:
+        """Copy a region, whose memory may change as soon as this returns.
+
+        `tensor_digest` is updated with the same bytes later, in another thread.
+        """
+        done = 0
+        while done < region.size_bytes:
+            filling = self._block_for(region.start + done)
+            start = filling.filled_stop
+            count = min(region.size_bytes - done, filling.capacity - start)
+            ctypes.memmove(address_of(filling.block) + start, region.address + done, count)
+            if tensor_digest is not None:
+                filling.digest_ranges.append((tensor_digest, start, start + count))
+            filling.filled_stop += count
+            done += count
+
+    def put_zeros(self, start: int, stop: int) -> None:
+        """Write zeros to the bytes [start, stop) of the file."""
+        if start < stop:
+            self.put_region(region_of(start, bytes(stop - start)))
+
+    def await_digests(self) -> None:
+        """Wait until the tensor digests have all bytes that were put so far."""
+        digester = self.pool.other_digester
+        if self.filling is not None:
+            digester.submit(update_digests, self.filling.block, self.filling.digest_ranges)
+            self.filling.digest_ranges = []
+        drain(digester)
+
+    def finish(self) -> str:
+        """Write the remaining bytes and make the object durable.
+
+        Returns the hexadecimal digest of all regions. Raises the first error of a write, and what
+        `Writable.finish` raises.
+        """
+        self._submit_block()
+        for job in self.write_jobs:
+            job.result()
+        self.stored = self.target.finish()
+        return str(self.digest.hexdigest())
+
+    def abandon(self) -> None:
+        """Discard the object after an error. Raises nothing."""
+        wait(self.write_jobs)
+        if self.filling is not None:
+            self.pool.free_blocks.put(self.filling.block)
+        self.target.abandon()
+
+    def _block_for(self, position: int) -> "_FillingBlock":
+        """Return the block that takes the byte at `position` of the file next.
+
+        It is the present block, unless that is full or the byte does not follow its last one.
+        """
+        if self.filling is not None:
+            next_position = self.filling.file_start + self.filling.filled_stop
+            is_full = self.filling.filled_stop == self.filling.capacity
+            if is_full or position != next_position:
+                self._submit_block()
+        if self.filling is None:
+            file_start = position - position % ALIGNMENT
+            capacity = self.pool.tuning.block_bytes
+            if file_start == 0:
+                capacity = self.pool.first_block_bytes
+            offset = position - file_start
+            self.filling = _FillingBlock(
+                self.pool.take_block(), file_start, capacity, offset, offset
+            )
+        return self.filling
+
+    def _submit_block(self) -> None:
+        """Have the filled bytes of the present block digested and written by other threads.
+
+        Raises the error of an earlier write that failed.
+        """
+        filling, pool = self.filling, self.pool
+        if filling is None:
+            return
+        start, stop = filling.filled_start, filling.filled_stop
+        file_range = [(self.digest, start, stop)]
+        digest_jobs = [pool.file_digester.submit(update_digests, filling.block, file_range)]
+        other_ranges = filling.digest_ranges
+        if self.sha256 is not None:
+            other_ranges = [*other_ranges, (self.sha256, start, stop)]
+        if other_ranges:
+            digest_jobs.append(
+                pool.other_digester.submit(update_digests, filling.block, other_ranges)
+            )
+        self.filling = None
+        self._drop_done_jobs()
+        self.write_jobs.append(pool.writers.submit(self._write_block, filling, digest_jobs))
+
+    def _drop_done_jobs(self) -> None:
+        """Drop the writes that are done. Raises the error of one that failed."""
+        open_jobs = []
+        for job in self.write_jobs:
+            if job.done():
+                job.result()
+            else:
+                open_jobs.append(job)
+        self.write_jobs = open_jobs
+
+    def _write_block(self, filled: "_FillingBlock", digest_jobs: list[Future[None]]) -> None:
+        """Write the filled bytes of a block, and free the block once they are digested, too."""
+        start, stop = filled.filled_start, filled.filled_stop
+        try:
+            with memoryview(filled.block) as view, view[start:stop] as content:
+                self.target.write(filled.file_start + start, content)
+            self.pool.advance(stop - start)
+        finally:
+            # The digests read the block, so it must not be filled again before they are done.
+            wait(digest_jobs)
+            self.pool.free_blocks.put(filled.block)
+
+
+@dataclass
+class _FillingBlock:
+    """A block, and which of its bytes are filled with bytes of the file.
+
+    A block begins at an aligned offset of the file. For example, regions from byte 5000 on go into
+    a block of file_start 4096, whose filled bytes begin at 904:
+
+        block   0        904                  filled_stop   capacity
+                |--------|#####################|-------------|
+        file    4096     5000
+
+    Attributes:
+        block: the memory.
+        file_start: offset in the file of byte 0 of the block, a multiple of ALIGNMENT.
+        capacity: number of bytes of the block that are used.
+        filled_start, filled_stop: the filled bytes are [filled_start, filled_stop) of the block.
+        digest_ranges: running digests of tensors, each with its bytes [start, stop) of the block.
+    """
+
+    block: Block
+    file_start: int
+    capacity: int
+    filled_start: int
+    filled_stop: int
+    digest_ranges: list[tuple[Any, int, int]] = field(default_factory=list)
+
+
+def update_digests(block: Block, ranges: Iterable[tuple[Any, int, int]]) -> None:
+    """Update each digest of `ranges` with its bytes [start, stop) of `block`."""
+    with memoryview(block) as view:
+        for digest, start, stop in ranges:
+            digest.update(view[start:stop])
+
+
+def drain(executor: Executor) -> None:
+    """Wait until all calls that were submitted to an executor of one thread are done."""
+    executor.submit(int).result()  # The thread runs calls in order, so this one is the last.
+
+
 class CallingThread(Executor):
     """Runs each call at once, in the calling thread."""
 
@@ -91,195 +359,3 @@ class CallingThread(Executor):
         except Exception as error:  # noqa: BLE001 - raised by `result`
             done.set_exception(error)
         return done
-
-
-class WriterPool:
-    """Writer threads and the aligned blocks they share; one for all files of a save.
-
-    `local_bytes`: the total to be written, if it is known and all of it goes to a local disk.
-    `advance` is called with the number of bytes of each write, in the thread that has written them.
-    """
-
-    def __init__(
-        self,
-        tuning: WriteTuning | None = None,
-        local_bytes: int | None = None,
-        advance: Callable[[int], None] = lambda _size_bytes: None,
-    ) -> None:
-        self.tuning, self.advance = tuning or WriteTuning(), advance
-        self.pool: Executor
-        self.file_hasher: Executor
-        self.tensor_hasher: Executor
-        if local_bytes is not None and local_bytes <= _MAX_BYTES_IN_CALLER:
-            block_bytes = min(self.tuning.block_bytes, _SMALL_BLOCK_BYTES)
-            self.tuning = replace(self.tuning, block_bytes=block_bytes)
-            self.pool = self.file_hasher = self.tensor_hasher = CallingThread()
-        else:
-            self.pool = ThreadPoolExecutor(self.tuning.threads, "ft_ckpt-write")
-            # One thread for each kind of digest, since a digest takes its bytes in order.
-            self.file_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash")
-            self.tensor_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash-tensors")
-        self.first_block_bytes = self.tuning.block_bytes
-        if local_bytes is not None:
-            self.first_block_bytes = min(self.tuning.block_bytes, _FIRST_BLOCK_BYTES)
-        self.free_blocks: SimpleQueue[Block] = SimpleQueue()
-        self.blocks: list[Block] = []
-        # one is being filled, one is queued, the others are being written
-        self.max_blocks = self.tuning.threads + 2
-
-    def __enter__(self) -> "WriterPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pool in (self.pool, self.file_hasher, self.tensor_hasher):
-            pool.shutdown(wait=True)
-        for block in self.blocks:
-            with suppress(BufferError):  # an exception's traceback still has a view; freed with it
-                block.close()
-
-    def take_block(self) -> Block:
-        """Take an aligned block: a new one while there are few, else wait until one is free."""
-        if self.free_blocks.empty() and len(self.blocks) < self.max_blocks:
-            self.blocks.append(new_block(self.tuning.block_bytes))
-            return self.blocks[-1]
-        return self.free_blocks.get()  # back-pressure
-
-    @contextmanager
-    def fill(self, goal: Writable) -> Iterator["DurableFile"]:
-        """Yield `goal` to be filled by regions and finished.
-
-        The object is abandoned when the block raises.
-        """
-        file = DurableFile(self, goal, sha256=hashlib.sha256() if self.tuning.sha256 else None)
-        try:
-            yield file
-        except BaseException:
-            file.abandon()
-            raise
-
-
-@dataclass
-class DurableFile:
-    """A new object that regions fill in the order of the file; it is durable after `finish`."""
-
-    writer: WriterPool
-    goal: Writable
-    digest: Any = field(default_factory=xxhash.xxh3_128)
-    # its state, if the tuning asks for it; the file's when all of it is written here
-    sha256: Any = None
-    jobs: list[Future[None]] = field(default_factory=list)
-    block: Block | None = None  # being filled
-    block_start: int = 0  # in the file, aligned
-    capacity: int = 0  # bytes that are collected in the block
-    # the filled bytes [filled_start, filled_stop) of the block
-    filled_start: int = 0
-    filled_stop: int = 0
-    # of tensors in the block: digest, start, end
-    parts: list[tuple[Any, int, int]] = field(default_factory=list)
-    stored: Stored | None = None  # once it is finished
-
-    def put_region(self, region: Region, tensor: Any = None) -> None:
-        """Copy a region, which may change as soon as this returns.
-
-        `tensor` is another digest to update with it.
-        """
-        done = 0
-        while done < region.size_bytes:
-            block = self._block_at(region.start + done)
-            count = min(region.size_bytes - done, self.capacity - self.filled_stop)
-            ctypes.memmove(address_of(block) + self.filled_stop, region.address + done, count)
-            if tensor is not None:
-                self.parts.append((tensor, self.filled_stop, self.filled_stop + count))
-            self.filled_stop += count
-            done += count
-
-    def put_zeros(self, start: int, stop: int) -> None:
-        if start < stop:
-            self.put_region(region_of(start, bytes(stop - start)))
-
-    def await_digests(self) -> None:
-        """Wait until the digests of all tensors so far are complete."""
-        if self.block is not None:
-            self.writer.tensor_hasher.submit(update_digests, self.block, self.parts)
-            self.parts = []
-        self.writer.tensor_hasher.submit(int).result()  # one thread: all earlier jobs are done
-
-    def finish(self) -> str:
-        """Write the remaining bytes and make the object durable.
-
-        Returns the digest of all regions, hexadecimal.
-
-        Raises what any write raised, and what `Writable.finish` raises.
-        """
-        self._dispatch_block()
-        for job in self.jobs:
-            job.result()
-        self.stored = self.goal.finish()
-        return str(self.digest.hexdigest())
-
-    def abandon(self) -> None:
-        """Discard the object after an error; raises nothing."""
-        wait(self.jobs)
-        if self.block is not None:
-            self.writer.free_blocks.put(self.block)
-        self.goal.abandon()
-
-    def _block_at(self, start: int) -> Block:
-        """Return the block that has space for byte `start`."""
-        if start != self.block_start + self.filled_stop or self.filled_stop == self.capacity:
-            self._dispatch_block()
-        if self.block is None:
-            self.block = self.writer.take_block()
-            self.block_start = start - start % ALIGNMENT
-            self.capacity = self.writer.tuning.block_bytes
-            if self.block_start == 0:
-                self.capacity = self.writer.first_block_bytes
-            self.filled_start = self.filled_stop = start - self.block_start
-        return self.block
-
-    def _dispatch_block(self) -> None:
-        if self.block is None:
-            return
-        block, writer = self.block, self.writer
-        start, stop = self.filled_start, self.filled_stop
-        hash_jobs = [writer.file_hasher.submit(update_digests, block, [(self.digest, start, stop)])]
-        other_parts = self.parts
-        if self.sha256 is not None:
-            other_parts = [*other_parts, (self.sha256, start, stop)]
-        if other_parts:
-            hash_jobs.append(writer.tensor_hasher.submit(update_digests, block, other_parts))
-        self.block, self.parts = None, []
-        self._drop_done_jobs()
-        flush_job = writer.pool.submit(
-            self._flush_block, block, self.block_start, start, stop, hash_jobs
-        )
-        self.jobs.append(flush_job)
-
-    def _drop_done_jobs(self) -> None:
-        """Drop writes that are done. Raises the error of one that failed."""
-        open_jobs = []
-        for job in self.jobs:
-            if job.done():
-                job.result()
-            else:
-                open_jobs.append(job)
-        self.jobs = open_jobs
-
-    def _flush_block(
-        self, block: Block, block_start: int, start: int, stop: int, hash_jobs: list[Future[None]]
-    ) -> None:
-        """Write the bytes [start, stop) of a block, which is at `block_start` in the file."""
-        try:
-            with memoryview(block) as view, view[start:stop] as filled:
-                self.goal.write(block_start + start, filled)
-            self.writer.advance(stop - start)
-        finally:
-            wait(hash_jobs)  # all are done with the block before it is filled again
-            self.writer.free_blocks.put(block)
-
-
-def update_digests(block: Block, parts: Iterable[tuple[Any, int, int]]) -> None:
-    """Update digests with bytes of `block`; `parts` are (digest, start, end)."""
-    with memoryview(block) as view:
-        for digest, start, end in parts:
-            digest.update(view[start:end])

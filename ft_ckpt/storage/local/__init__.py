@@ -1,7 +1,7 @@
-"""Folders on disks of this machine as stores; locks of their files, trials of their file systems.
+"""Folders of this machine as stores, locks of their files, and trials of file systems and buckets.
 
-Nothing here is about buckets. Begin at `local_store`, the store of a folder, then `locks`, which
-show whether a process is alive.
+Nothing here sends a request to a service. Begin at `local_store`, the store of a folder, then
+`locks`, which show whether a process is alive.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Checks that the files of a local folder are regular files inside of it."""
+"""Checks that the files of a local folder are regular files inside it, not links that lead out."""
 
 import os
 from collections.abc import Iterable
@@ -12,7 +12,8 @@ from ft_ckpt.storage.store import Store
 def leads_out(folder: Store, name: str) -> bool:
     """Check whether a link in the path of `name` leads out of `folder`.
 
-    Links into the blobs of the Hub's cache are allowed.
+    A folder of the Hub's cache (models--.../snapshots/REVISION) has links to models--.../blobs.
+    These do not count.
     """
     top = PurePosixPath(folder.identity)
     real = PurePosixPath(folder.within(name).identity)
@@ -25,13 +26,13 @@ def leads_out(folder: Store, name: str) -> bool:
 def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> None:
     """Raise CorruptError if some of `names` are not regular files inside `folder`.
 
-    With None for `names`, everything in `folder` is checked. Links within the folder are followed.
-    Names that do not exist are skipped.
+    If `names` is None, everything in `folder` is checked. Links to files inside the folder are
+    allowed. Names that do not exist are skipped. Does nothing for a bucket.
     """
     top = folder.local_folder
     if top is None:
         return
-    allows_folders = names is None  # a link to a folder inside is one of "everything"
+    allows_folders = names is None  # links to folders inside the folder are among its contents
     if names is None:
         names = _all_names(top)
     invalid = []
@@ -40,8 +41,8 @@ def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> Non
         if not os.path.lexists(path):
             continue
         with damaged_input(path):
-            has_kind = path.is_file() or (allows_folders and path.is_dir())
-        if leads_out(folder, name) or not has_kind:
+            is_allowed = path.is_file() or (allows_folders and path.is_dir())
+        if leads_out(folder, name) or not is_allowed:
             invalid.append(name)
     if invalid:
         raise CorruptError(

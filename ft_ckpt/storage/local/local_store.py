@@ -1,4 +1,7 @@
-"""A local folder as a store. Objects are files; unfinished ones are hidden drafts next to them."""
+"""Makes a local folder a store, whose objects are files.
+
+An unfinished object is a hidden file in the same folder, its draft, whose name ends with ".draft".
+"""
 
 import contextlib
 import errno
@@ -44,19 +47,24 @@ _DRAFT = ".draft"
 
 @dataclass(frozen=True)
 class LocalStore:
-    """The files below `folder`, which need not exist yet.
+    """The store of the files below `folder`. The folder need not exist yet.
 
     Links are followed when reading, never when deleting.
+
+    Attributes:
+        folder: the path of the folder.
+        direct_bytes: objects of at least this size are written with direct I/O. None: none is.
+        syncs: True if a finished object must survive a power cut. False in the stage of a save,
+            because the commit syncs all files later.
+        max_mode: limits the permission bits of new files. New folders are limited by `folder_mode`
+            of it.
+        shown: the path that messages and `parent` use instead of `folder`. None: `folder`.
     """
 
     folder: Path
-    # new objects from this size on go past the page cache; None: none does
     direct_bytes: int | None = BLOCK_BYTES
-    # whether objects survive a power cut at once; in a stage, the commit syncs all files
     syncs: bool = True
-    # no new file has permission bits beyond these, no new folder beyond `folder_mode` of them
     max_mode: int = 0o777
-    # the path in messages, whose parent is searched for other folders; None: `folder`
     shown: Path | None = None
 
     @property
@@ -97,10 +105,7 @@ class LocalStore:
         return str(Path(self.url, name))
 
     def path(self, name: str) -> Path:
-        """Return the path of an object; any file name is allowed.
-
-        Raises ConfigError for a name that leads out of the store.
-        """
+        """Return the path of an object. Raises ConfigError if `name` leads out of the store."""
         return self.folder / checked_name(name, is_name)
 
     @retrying_stale
@@ -114,11 +119,12 @@ class LocalStore:
             return LocalFile(name, Path(self.where(name)), regular_descriptor(path))
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write a small file; one that replaces another keeps its permissions."""
-        path, draft = self.path(name), None
+        """Write a small file. If it replaces a file, it gets the permissions of that."""
+        path = self.path(name)
+        draft = None
         if self.syncs and not create_only:
             draft = path.with_name(f"{PREFIX}{path.name.lstrip('.')}{_DRAFT}")
-            # that of a killed process
+            # A process that was killed can have left its draft.
             with explained(path), contextlib.suppress(FileNotFoundError):
                 local_disk.unlink(draft)
         writing = self._begin_file(name, len(data), draft, is_new=create_only)
@@ -130,13 +136,13 @@ class LocalStore:
             raise
 
     def create(self, name: str, size_bytes: int) -> LocalWriting:
-        """Create a file and allocate its space at once. Raises NoSpaceError when there is none."""
+        """Create a file and allocate its space. Raises NoSpaceError when there is not enough."""
         return self._begin_file(name, size_bytes)
 
     def allocate(self, name: str, size_bytes: int) -> None:
-        """Allocate the space of the file that will be `share`d under this name.
+        """Allocate the space of a file that several processes will write by `share`.
 
-        Creates it if it does not exist.
+        Creates the file if it does not exist.
         """
         path = self.path(name)
         with explained(path):
@@ -144,71 +150,77 @@ class LocalStore:
         allocate_file(path, size_bytes, self.max_mode)
 
     def share(self, name: str, size_bytes: int) -> LocalWriting:
-        """Open a file of which other processes write other ranges; the first process creates it.
+        """Open a file of which other processes write other bytes. The first process creates it.
 
-        The file is visible from the start. `finish` makes the bytes of this process durable and
-        does not check that all bytes were written; `abandon` keeps the file.
+        The file is visible from the start. `finish` makes the bytes of this process durable, and
+        does not check that the file is complete. `abandon` keeps the file.
         """
         return self._begin_file(name, size_bytes, self.path(name), shared=True)
 
     def list(self, prefix: str = "") -> list[Stored]:
-        """List all files without drafts; folders that are links are not entered."""
+        """List all files except drafts. Folders that are links are not entered."""
         top = self.path(prefix) if prefix else self.folder
         objects = []
         with _reading(self.where(prefix)):
             for path in _files_below(top):
-                facts = None if _is_draft(path.name) else _regular(path)
-                if facts is not None:
+                if _is_draft(path.name):
+                    continue
+                status = _regular_status(path)
+                if status is not None:
                     name = path.relative_to(self.folder).as_posix()
-                    objects.append(stored_file(name, facts))
+                    objects.append(stored_file(name, status))
         return sorted(objects, key=lambda stored: stored.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         top = self.path(prefix) if prefix else self.folder
         start = f"{prefix}/" if prefix else ""
-        folders, objects = [], []
+        folders: list[Folder] = []
+        objects: list[Stored] = []
         with _reading(self.where(prefix)):
             for entry in list_entries(top):
                 if _may_be_folder(entry):
                     identity = os.path.realpath(entry.path)
                     folders.append(Folder(entry.name, identity, entry.is_symlink()))
                     continue
-                facts = None if _is_draft(entry.name) else _regular(entry.path)
-                if facts is not None:
-                    objects.append(stored_file(start + entry.name, facts))
+                if _is_draft(entry.name):
+                    continue
+                status = _regular_status(entry.path)
+                if status is not None:
+                    objects.append(stored_file(start + entry.name, status))
         folders.sort(key=lambda folder: folder.is_link)
         return FolderListing(os.path.lexists(top), tuple(folders), tuple(objects))
 
     def stat(self, name: str) -> Stored | None:
-        """Describe a regular file; return None for a folder, or anything else."""
+        """Describe a regular file. Return None for a folder, or anything else."""
         path = self.path(name)
         with _reading(self.where(name)):
-            facts = _regular(path)
-        return None if facts is None else stored_file(name, facts)
+            status = _regular_status(path)
+        return None if status is None else stored_file(name, status)
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
-        """Link the file under another name.
+        """Make a hard link to the file under another name.
 
-        Returns False also for a link, and for a file with more permissions for other users than
-        `max_mode`.
+        Returns False if the file system has no hard links, if the file is a symbolic link, and if
+        it gives other users more permissions than `max_mode`, because a hard link shares
+        permissions.
         """
         store = self if source is None else source
         if store.local_folder is None:
             return False
         origin = store.local_folder / checked_name(name, is_name)
-        goal = self.path(other)
+        path = self.path(other)
         if store.stat(name) is None:
             raise _missing(store.where(name))
         if permission_bits(origin) & ~self.max_mode & 0o077:
             return False
-        draft = _draft_name(goal)
-        with explained(goal):
-            self.make_parents(goal)
+        draft = _draft_path(path)
+        with explained(path):
+            self.make_parents(path)
             try:
                 os.link(origin, draft, follow_symlinks=False)
                 if draft.is_symlink():
                     return False
-                local_disk.move(draft, goal)
+                local_disk.move(draft, path)
             except OSError as error:
                 if error.errno in local_disk.CANNOT_LINK:
                     return False
@@ -217,7 +229,7 @@ class LocalStore:
                 with contextlib.suppress(OSError):
                     local_disk.unlink(draft)
             if self.syncs:
-                local_disk.sync_path(goal.parent)
+                local_disk.sync_path(path.parent)
         return True
 
     def delete(self, names: Iterable[str]) -> None:
@@ -228,7 +240,7 @@ class LocalStore:
             local_disk.remove_empty_folders(names, self.folder)
 
     def delete_all(self) -> None:
-        """Delete the folder and its contents as far as possible; links are not followed."""
+        """Delete the folder and its contents as far as possible. Links are not followed."""
         local_disk.rmtree(self.folder)
 
     def free_bytes(self) -> int | None:
@@ -255,7 +267,7 @@ class LocalStore:
         return create_file(
             name,
             path,
-            draft or _draft_name(path),
+            _draft_path(path) if draft is None else draft,
             size_bytes,
             self.max_mode,
             direct=self.direct_bytes is not None and size_bytes >= self.direct_bytes,
@@ -265,7 +277,11 @@ class LocalStore:
         )
 
     def make_parents(self, path: Path) -> None:
-        """Make the parent folders of `path`, but not a stage, which may have been deleted."""
+        """Make the parent folders of `path`.
+
+        The folder of the store itself is made only if the store syncs. Otherwise it is the stage of
+        a save, and if that is missing, somebody has deleted it.
+        """
         if self.syncs:
             local_disk.make_folder(self.folder)
         for name in reversed(path.relative_to(self.folder).parents[:-1]):
@@ -289,32 +305,34 @@ def folder_of(store: Store) -> Path:
 
 
 def linked_path(path: Path) -> Path | None:
-    """Return the destination of a symbolic link; None for another file and for a loop of links."""
+    """Return where a symbolic link leads. Return None for another file and for a loop of links."""
     with contextlib.suppress(OSError, RuntimeError):
         return path.resolve() if path.is_symlink() else None
     return None
 
 
-def readable_mode(path: Path, goal: Path) -> int:
-    """Return the permission bits that all files at `path` have in common.
+def readable_mode(path: Path, target: Path) -> int:
+    """Return permission bits for a copy of `path` at `target` that give nobody new access.
 
-    A class of users that may not enter their folders has none. The folders are those at and below
-    `path`, and its parent unless `goal` is below the parent.
+    These are the bits that all files at `path` have in common. If a class of users (the group, or
+    all others) cannot enter one of the folders, it gets none. The folders are those at and below
+    `path`. The parent of `path` counts, too, unless `target` is below it.
     """
     top = path.resolve()
     folders = [Path(folder) for folder, _, _ in os.walk(top)]
-    if not goal.resolve().is_relative_to(top.parent):
+    if not target.resolve().is_relative_to(top.parent):
         folders.append(top.parent)
     mode = 0o777
     for file in _files_at(path):
         mode &= _mode_of(file)
     for folder in folders:
-        mode &= 0o7 * (_mode_of(folder) & 0o111)  # the classes that may enter
-    return mode | stat.S_IRUSR  # its owner may always read it
+        # All bits of each class that can enter the folder: 0o110 becomes 0o770.
+        mode &= 0o7 * (_mode_of(folder) & 0o111)
+    return mode | stat.S_IRUSR  # The owner can always read the copy.
 
 
 def _files_at(path: Path) -> Iterator[Path]:
-    """Yield a file, or all files below a folder except marks."""
+    """Yield a file itself, or all files below a folder except those that ft_ckpt hides."""
     if not path.is_dir():
         yield path
         return
@@ -325,7 +343,7 @@ def _files_at(path: Path) -> Iterator[Path]:
 
 
 def _mode_of(path: Path) -> int:
-    """Return the permission bits of a file or folder; all bits for a link that leads nowhere."""
+    """Return the permission bits of a file or folder. Return all bits for a link to nowhere."""
     try:
         return permission_bits(path) & 0o777
     except OSError as error:
@@ -335,7 +353,10 @@ def _mode_of(path: Path) -> int:
 
 
 def make_like(store: Store, other: Store) -> None:
-    """Make the folder of `store`, no more open than the one of `other`; does nothing in buckets."""
+    """Make the folder of `store`, with at most the permissions of the folder of `other`.
+
+    Does nothing if one of them is a bucket.
+    """
     folder, pattern = store.local_folder, other.local_folder
     if folder is not None and pattern is not None:
         with explained(folder):
@@ -348,10 +369,10 @@ def make_like(store: Store, other: Store) -> None:
 def temporary_store(
     folder: str | Path | None = None, prefix: str = "ft_ckpt-copy-"
 ) -> Iterator[LocalStore]:
-    """Yield a new folder that is deleted with its contents after the block.
+    """Yield the store of a new folder, which is deleted with its contents after the `with` block.
 
-    The folder lies in `folder`; None is the system's temporary folder. Only this user can read it.
-    Leftovers of killed processes are deleted too.
+    The new folder is in `folder`. None is the system's temporary folder. Only this user can read
+    it. Folders that killed processes have left are deleted, too.
     """
     import tempfile  # lazily: listing does not need it
 
@@ -360,10 +381,11 @@ def temporary_store(
 
 
 class _reading(damaged_input):  # noqa: N801 - reads as a statement where it is used
-    """Convert system errors of a read; a missing file becomes MissingError.
+    """Converts the system errors of a read. A missing file becomes a MissingError.
 
-    It is a class because an error that leaves a generator stays in a cycle of references, from
-    Python 3.12 on. Its traceback then keeps the tensors of a save until the next collection.
+    It is a class and not a generator. From Python 3.12 on, an error that leaves a generator stays
+    in a cycle of references, and its traceback keeps the tensors of a save until the next garbage
+    collection.
     """
 
     __slots__ = ()
@@ -386,14 +408,14 @@ def _missing(where: str) -> MissingError:
     return error
 
 
-def _draft_name(path: Path) -> Path:
+def _draft_path(path: Path) -> Path:
     return path.with_name(f"{PREFIX}{secrets.token_hex(8)}{_DRAFT}")
 
 
 def _may_be_folder(entry: os.DirEntry[str]) -> bool:
-    """Check for a folder, or a link that cannot be followed now.
+    """Check whether an entry is a folder, or a link that cannot be followed now.
 
-    Reading that link will raise the reason.
+    Such a link counts as a folder, because listing that raises the reason.
     """
     try:
         return entry.is_dir()
@@ -406,9 +428,9 @@ def _is_draft(name: str) -> bool:
 
 
 def clear_old_drafts(folder: Path) -> None:
-    """Delete unfinished files in `folder` that nobody has written to for a day.
+    """Delete drafts in `folder` that nobody has written to for a day.
 
-    Their processes were killed.
+    The processes that wrote them were killed.
     """
     abandoned_at = time.time() - local_disk.ABANDONED_SECONDS
     with damaged_input(folder):
@@ -421,7 +443,7 @@ def clear_old_drafts(folder: Path) -> None:
 
 @retrying_stale
 def _files_below(top: Path) -> list[Path]:
-    """List all files below a folder; folders that are links are not entered."""
+    """List all files below a folder. Folders that are links are not entered."""
     paths: list[Path] = []
     for folder, _, names in os.walk(top, onerror=raise_unless_absent):
         paths += [Path(folder, name) for name in names]
@@ -429,12 +451,12 @@ def _files_below(top: Path) -> list[Path]:
 
 
 @retrying_stale
-def _regular(path: str | Path) -> os.stat_result | None:
-    """Return the stat result of a regular file, through links; None for anything else."""
+def _regular_status(path: str | Path) -> os.stat_result | None:
+    """Return the stat result of a regular file, following links. Return None for anything else."""
     try:
-        facts = os.stat(path)  # noqa: PTH116 - of each file of each listing: a Path would cost more than the call
+        status = os.stat(path)  # noqa: PTH116 - of each file of each listing: a Path would cost more than the call
     except OSError as error:
         if error.errno in (*ABSENT, errno.ELOOP):
             return None
         raise
-    return facts if stat.S_ISREG(facts.st_mode) else None
+    return status if stat.S_ISREG(status.st_mode) else None

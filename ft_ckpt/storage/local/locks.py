@@ -1,8 +1,8 @@
-"""Locks of hidden files and folders: they show whether the process that made one is alive.
+"""Locks hidden files and folders, so that others see whether the process that made them is alive.
 
-A lock ends with its process and is visible to every process and container of the machine. Where
-locks give no information (processes of other machines, file systems without locks), the age
-decides.
+A lock (flock) ends with its process, and all processes and containers of the machine see it.
+Processes on other machines do not see it, and some file systems have no locks. There the age of the
+file or folder decides whether its process has ended.
 """
 
 import errno
@@ -28,24 +28,27 @@ from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.look_ups import is_folder, list_names, walk_tree
 from ft_ckpt.storage.mounts import is_on_local_disk
 
-DRAFTS = ".ft_ckpt-file-"  # in the names of folders for unfinished files
-_lock_descriptors: dict[str, int] = {}  # by path
-_change = threading.Lock()
+DRAFTS = ".ft_ckpt-file-"  # is part of the names of folders for unfinished files
+_lock_descriptors: dict[str, int] = {}  # open descriptors of the locked files, by path
+_descriptors_lock = threading.Lock()
 
 
 def hold_lock(path: Path) -> bool | None:
     """Lock the file or folder `path` until `release_lock`.
 
-    Returns False if another process has it or `path` is missing, and None if that is unknown: the
-    file system has no locks, or `path` cannot be opened.
+    Returns True if this process has the lock now. Returns False if another process has it, or if
+    `path` is missing. Returns None if that is unknown, because the file system has no locks or
+    `path` cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         return False if error.errno in (errno.ENOENT, errno.ELOOP) else None
     try:
-        is_locked: bool | None = lock_descriptor(descriptor) or None
-        # deleted by the previous holder
+        is_locked: bool | None = None
+        if lock_descriptor(descriptor):
+            is_locked = True
+        # The previous holder can have deleted the file, and another file can be at the path now.
         if not os.path.samestat(path.lstat(), os.fstat(descriptor)):
             is_locked = False
     except OSError:
@@ -53,7 +56,7 @@ def hold_lock(path: Path) -> bool | None:
     if not is_locked:
         os.close(descriptor)
         return is_locked
-    with _change:
+    with _descriptors_lock:
         _lock_descriptors[str(path)] = descriptor
     return True
 
@@ -63,18 +66,18 @@ def release_lock(path: Path) -> None:
 
     Does nothing if it was not held.
     """
-    with _change:
+    with _descriptors_lock:
         descriptor = _lock_descriptors.pop(str(path), None)
     if descriptor is not None:
         with suppress(OSError):
-            # a forked process may have the same lock, and live longer
+            # Closing is not enough: a forked process can have the same lock, and live longer.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 @contextmanager
 def holding_lock(path: Path) -> Iterator[bool | None]:
-    """Hold the lock on `path` while the block runs; yields the result of `hold_lock`."""
+    """Hold the lock on `path` during the `with` block. Yields the result of `hold_lock`."""
     is_locked = hold_lock(path)
     try:
         yield is_locked
@@ -85,12 +88,16 @@ def holding_lock(path: Path) -> Iterator[bool | None]:
 
 @contextmanager
 def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
-    """Lock the leftover of `owner` at `path` while the block runs.
+    """Lock the file or folder at `path` that `owner` has left, and yield whether it can be deleted.
 
-    Yields False when it must not be deleted. It must not while another process has it locked;
-    without lock information, or if another machine made it, also until it is `seconds` old (0: at
-    once). On a network file system a lock is seen through the same mount only: there a process of
-    this machine must be gone, too.
+    The lock is held during the `with` block. The rules are:
+
+    - Another process has the lock: False. - The lock is free, and this process would see the
+    owner's lock: True. It would see it on a local
+      disk if the owner ran on this machine. On a network file system a lock is seen through the
+      same mount only. There the owner's process must be known to have ended.
+    - Otherwise nothing is known of the owner, so the age decides: True if `path` is older than
+      `seconds`, or if `seconds` is 0.
     """
     with holding_lock(path) as is_locked:
         try:
@@ -102,7 +109,7 @@ def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
 
 
 def _sees_locks_of(owner: str, path: Path) -> bool:
-    """Check whether a lock of `owner` on `path` is seen, or the owner is known to be gone."""
+    """Check whether this process would see a lock of `owner` on `path`, or knows that it ended."""
     if is_on_local_disk(path):
         return is_owner_of_this_machine(owner)
     return is_owner_gone(owner)
@@ -111,9 +118,9 @@ def _sees_locks_of(owner: str, path: Path) -> bool:
 def has_ended(path: Path, facts: Mapping[str, Any], seconds: float) -> bool:
     """Check whether the process that keeps `path` locked has ended, without taking its lock.
 
-    `facts` are the `process_facts` that the process recorded, with the machine None if it got no
-    lock. The rule is that of `claim_leftover`. Returns True for a file that does not exist, False
-    for one that cannot be examined now.
+    `facts` is what the process has recorded of itself (`process_facts`). Its "machine" is None if
+    the process got no lock. The rules are those of `claim_leftover`. Returns True for a file that
+    does not exist, False for one that cannot be examined now.
     """
     try:
         age = _age_seconds(path)
@@ -126,9 +133,9 @@ def has_ended(path: Path, facts: Mapping[str, Any], seconds: float) -> bool:
 
 
 def lock_descriptor(descriptor: int) -> bool:
-    """Lock an open file until it is closed; False on a file system without locks.
+    """Lock an open file until it is closed. Return False on a file system without locks.
 
-    Raises BlockingIOError when another has the lock.
+    Raises BlockingIOError when another process has the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,26 +146,29 @@ def lock_descriptor(descriptor: int) -> bool:
     return True
 
 
-def _has_ended(age: float, is_free: bool | None, is_local: bool, seconds: float) -> bool:
-    """Check whether the holder of a lock has ended.
+def _has_ended(age: float, is_free: bool | None, sees_lock: bool, seconds: float) -> bool:
+    """Apply the rules of `claim_leftover`.
 
-    The holder has ended if the lock is free and this machine sees it, or if there is no lock
-    information and the mark is old enough.
+    `age` is in seconds. `is_free` is None if it is unknown whether the lock is free. `sees_lock` is
+    True if this process would see the owner's lock.
     """
     if is_free is False:
         return False
-    # without a limit the age says nothing: another node's clock may be ahead of this one's
-    return (is_free is True and is_local) or not seconds or age > seconds
+    if is_free is True and sees_lock:
+        return True
+    # Without a limit the age is not looked at. It can be negative, because the clock of another
+    # node can be ahead of this one's.
+    return not seconds or age > seconds
 
 
 def _can_lock(path: Path) -> bool | None:
-    """Check that no process has a lock on the file `path`; None if unknown, as in `hold_lock`."""
+    """Check that no process has a lock on the file `path`. None is unknown, as in `hold_lock`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        # shared: concurrent checks do not disturb each other
+        # The lock is a shared one, so that concurrent checks do not disturb each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return False if isinstance(error, BlockingIOError) else None
@@ -168,27 +178,27 @@ def _can_lock(path: Path) -> bool | None:
 
 
 def _age_seconds(path: Path) -> float:
-    """Return the age by the clock of this machine, which may differ from the writer's."""
+    """Return the age by the clock of this machine, which can differ from the writer's clock."""
     return time.time() - path.lstat().st_mtime
 
 
 def make_locked_folder(path_of: Callable[[str], Path], mode: int = 0o777) -> Path:
     """Make a new folder that this process has locked.
 
-    `path_of` gives its path from the owner's name.
+    `path_of` returns its path from the name of the owner, which is new at each try.
     """
     while True:
         folder = path_of(new_owner())
         local_disk.mkdir(folder, mode)
-        # otherwise another process has just claimed it as a leftover
+        # Before the lock was taken, another process can have claimed the folder as a leftover.
         if hold_lock(folder) is not False:
             return folder
 
 
 def clear_drafts(folder: Path) -> None:
-    """Delete leftover draft folders anywhere in `folder`, which no other process may use.
+    """Delete the folders of unfinished files anywhere in `folder`.
 
-    Raises TargetError.
+    No other process must use `folder`. Raises TargetError when something is left.
     """
     for path in list(walk_tree(folder)):
         if DRAFTS in path.name and is_folder(path):
@@ -197,9 +207,10 @@ def clear_drafts(folder: Path) -> None:
 
 @contextmanager
 def locked_folder(parent: Path, start: str) -> Iterator[Path]:
-    """Yield a new, locked folder in `parent`, private to this user, whose name begins with `start`.
+    """Yield a new, locked folder in `parent`, whose name begins with `start`.
 
-    Deleted afterwards. Folders of the same kind whose processes were killed are deleted first.
+    Only this user can read it. It is deleted after the `with` block. Folders with such names whose
+    processes were killed are deleted first.
     """
     for name in list_names(parent):
         if name.startswith(start) and re.fullmatch(OWNER, name[len(start) :]):

@@ -1,7 +1,8 @@
-"""Tests what a folder or bucket supports, by its mount and by operations in a hidden folder.
+"""Tests what a folder or bucket supports, by trying operations in a hidden folder.
 
-Each operation is one without which a place is refused or warned of, or for which a save or load has
-another way.
+Each trial tries one operation that saves or loads use. If one of `FOLDER_NEEDS` fails, nothing can
+be saved. If one of `BUCKET_NEEDS` fails, saves are not safe. For the other operations, saves and
+loads have a slower way.
 """
 
 import fcntl
@@ -27,29 +28,31 @@ from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.io import ALIGNMENT, BLOCK_BYTES, new_block
 from ft_ckpt.storage.local.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.local_disk import PREFIX
-from ft_ckpt.storage.mounts import MountedFrom, mount_of
+from ft_ckpt.storage.mounts import Mount, mount_of
 from ft_ckpt.storage.store import Store
 
-TRIAL = f"{PREFIX}probe-"  # prefix of the hidden folders of trials
-_FILE, _CONTENT = "file", b"written by a trial, to be deleted" * 128  # in each of them
-_MULTIPART_BYTES = 20 << 20  # more than one part of an upload
-_tried_mounts: set[MountedFrom] = set()  # by this process
+TRIAL = f"{PREFIX}probe-"  # prefix of the names of the hidden folders
+# Each hidden folder has this file.
+_FILE = "file"
+_CONTENT = b"written by a trial, to be deleted" * 128
+_MULTIPART_BYTES = 20 << 20  # is more than one part of an upload
+_tried_mounts: set[Mount] = set()  # mounts that this process has tried without a failure
 
 
 @dataclass(frozen=True)
 class Ability:
-    """The outcome of one trial."""
+    """The result of one trial. `detail` says what failed, and is empty if it works."""
 
     name: str
     works: bool
-    detail: str  # "" if it works; else the observation, or the error of the system
+    detail: str
 
 
 def try_place(store: Store, names: Collection[str] | None = None) -> tuple[Ability, ...]:
-    """Run the trials `names` (None: all) in a new hidden folder in `store`.
+    """Run the trials `names` in a new hidden folder in `store`. None runs all trials.
 
-    Raises TargetError, UnreadableError or ConfigError if the folder cannot be written or deleted
-    again.
+    Raises TargetError, UnreadableError or ConfigError if the hidden folder cannot be written or
+    deleted.
     """
     trials: Mapping[str, Callable[[Any], str]] = FOLDER_TRIALS
     if store.local_folder is None:
@@ -64,9 +67,10 @@ def try_place(store: Store, names: Collection[str] | None = None) -> tuple[Abili
 
 
 def refuse_unfit(folder: Path) -> None:
-    """Try, once per process, a file system that is not known to support everything that saves need.
+    """Raise TargetError if nothing can be saved to the file system of `folder`.
 
-    Warns of a bucket that is mounted as a folder. Raises TargetError where nothing can be saved.
+    Local file systems are known to work. Others are tried, each once per process. Warns if `folder`
+    is in a bucket that is mounted as a folder.
     """
     mount = mount_of(folder)
     if mount is None or mount.is_local or mount in _tried_mounts:
@@ -92,7 +96,7 @@ def is_on_bucket(folder: Path) -> bool:
 
 @contextmanager
 def _trial_folder(store: Store) -> Iterator[Store]:
-    """Yield a new hidden folder in `store` with one file, deleted after the block."""
+    """Yield a new hidden folder in `store` with one file. Deletes it after the `with` block."""
     folder = store.local_folder
     if folder is not None:
         with explained(folder), temporary_store(folder, TRIAL) as local:
@@ -117,8 +121,8 @@ def _run_trial(name: str, trial: Callable[[Any], str], folder: Path | Store) -> 
     return Ability(name, works=not failure, detail=failure)
 
 
-# Trials of folders. Each returns its failure, "" for none. They share one hidden folder with a file
-# `_FILE` in it.
+# The trials of folders. Each returns a text that says what failed, or "". They share one hidden
+# folder, which has the file `_FILE`.
 
 
 def _write_blocks(folder: Path) -> str:
@@ -183,7 +187,7 @@ def _map_files(folder: Path) -> str:
         return "" if len(mapped) == path.stat().st_size else "its length differs"
 
 
-# nothing can be saved without these
+# Without these, nothing can be saved.
 FOLDER_NEEDS = {"writing a file in blocks", "rename a file over another"}
 FOLDER_TRIALS: dict[str, Callable[[Path], str]] = {
     "writing a file in blocks": _write_blocks,
@@ -196,7 +200,7 @@ FOLDER_TRIALS: dict[str, Callable[[Path], str]] = {
 }
 
 
-# Trials of buckets, likewise.
+# The trials of buckets, which return the same.
 
 
 def _create_once(bucket: Store) -> str:
@@ -211,7 +215,8 @@ def _read_ranges(bucket: Store) -> str:
 
 
 def _write_in_parts(bucket: Store) -> str:
-    block, writing = new_block(), bucket.create("large", _MULTIPART_BYTES)
+    block = new_block()
+    writing = bucket.create("large", _MULTIPART_BYTES)
     try:
         with memoryview(block) as content:
             for start in range(0, _MULTIPART_BYTES, BLOCK_BYTES):
@@ -238,7 +243,7 @@ def _list_written(bucket: Store) -> str:
 
 
 IF_NEW = "creating what is new only"
-# saves are not safe without these
+# Without these, saves are not safe.
 BUCKET_NEEDS = {IF_NEW, "reading ranges", "writing in parts", "listing at once"}
 BUCKET_TRIALS: dict[str, Callable[[Store], str]] = {
     IF_NEW: _create_once,

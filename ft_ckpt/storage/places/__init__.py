@@ -1,4 +1,6 @@
-"""Places: a path or URL and the store that serves it; copies between places.
+"""Opens paths and URLs as places, and copies objects between them.
+
+A place is a file or folder on a disk, or an object or prefix in a bucket.
 
 Nothing here knows checkpoints. Begin at `place`, then `locations`, which has the table of schemes.
 """

@@ -1,4 +1,4 @@
-"""Copies of objects: between stores, and from and to files of libraries."""
+"""Copies objects between stores, and files between stores and libraries that need local paths."""
 
 import io
 import os
@@ -18,17 +18,17 @@ from ft_ckpt.storage.local import DRAFTS, LocalStore, locked_folder, temporary_s
 from ft_ckpt.storage.places.place import Place
 from ft_ckpt.storage.store import Readable, Store, Stored, read_range
 
-SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call
+SMALL_COPY_BYTES = 8 << 20  # objects up to this size are written in one call
 
 
 def copy_object(
     file: Readable, store: Store, name: str, watch: Callable[[memoryview], object] = lambda _: None
 ) -> Stored | None:
-    """Write all of an open object into `store`, durably, as `name`.
+    """Copy an open object into `store`, durably, under `name`.
 
-    Returns the stored object, None for a small one. `watch` is called with all bytes in order,
-    before they are written. Between local folders the copy is no more open than the file. Raises
-    what reading and writing do.
+    Returns a description of the copy, or None for a small object. `watch` gets all bytes in order,
+    before they are written. If the object is a local file, a local copy has at most its
+    permissions. Raises what reading and writing raise.
     """
     if isinstance(file, LocalFile):
         store = store.limited(file.mode)
@@ -51,9 +51,10 @@ def copy_object(
 
 
 def local_version(file: Readable) -> LocalFile:
-    """Return an open object as a local file: itself, or a copy.
+    """Return a local file with the bytes of an open object.
 
-    The copy is deleted when nothing refers to it any more.
+    A local file is returned as it is. A remote object is copied, and the copy is deleted when
+    nothing refers to it any more.
     """
     if isinstance(file, LocalFile):
         return file
@@ -70,9 +71,10 @@ def local_version(file: Readable) -> LocalFile:
 def local_folder(
     place: Place, is_needed: Callable[[str], bool] = lambda _name: True
 ) -> Iterator[Path]:
-    """Yield a local path of a folder: its own, or that of a temporary copy.
+    """Yield a local path of the folder `place`.
 
-    A copy has the objects whose names are needed. Errors of the block name the place, not the copy.
+    A folder in a bucket is copied to a temporary folder first. The copy has the objects whose names
+    are needed. Errors that leave the `with` block name the place and not the copy.
     """
     store = place.folder
     if store.local_folder is not None:
@@ -87,29 +89,35 @@ def local_folder(
         try:
             yield copy.folder
         except Exception as error:
-            error.args = tuple(_renamed(text, copy.url, str(place)) for text in error.args)
+            texts = [_replace_path(text, copy.url, str(place)) for text in error.args]
+            error.args = tuple(texts)
             raise
 
 
-def _renamed(argument: object, copy: str, place: str) -> object:
-    """Replace the copy by the place in an argument of an error."""
+def _replace_path(argument: object, copy: str, place: str) -> object:
+    """Replace the path of the copy by that of the place in an argument of an error."""
     if not isinstance(argument, str):
         return argument
     return printable_lines(argument).replace(printable(copy), printable(place))
 
 
-_MEMORY_DISK, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - used for a new folder in it
-_NAME_BYTES = 150  # of the target's name in the hidden folder's; 255 are allowed
+# The name of a hidden folder has at most so many bytes of the target's name, because a name has at
+# most 255.
+_NAME_BYTES = 150
 
 
 @contextmanager
 def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
     """Yield a place for a new object, which then replaces `target` durably and atomically.
 
-    On a disk the parent folder is created if it is missing; the file gets the permissions of the
-    one that it replaces, limited by `max_mode`. In a bucket the place is `target` itself, because
-    objects appear as a whole there; if the block raises afterwards, the object is deleted. Raises
-    OSError or TargetError.
+    On a disk, the place is in a hidden folder next to `target`. The parent folder of `target` is
+    created if it is missing. The file gets the permissions of the file that it replaces, limited by
+    `max_mode`.
+
+    In a bucket, the place is `target` itself, because objects appear as a whole there. If the
+    `with` block raises after it has written the object, the object is deleted.
+
+    Raises OSError or TargetError.
     """
     if target.is_local:
         path = Path(str(target))
@@ -136,7 +144,10 @@ def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
 
 @contextmanager
 def scratch_file(target: Place) -> Iterator[Path]:
-    """Yield a path for a file of a library, which then becomes `target`, see `replaced_object`."""
+    """Yield a path for a file that a library writes, which then becomes `target`.
+
+    It replaces `target` as in `replaced_object`.
+    """
     with replaced_object(target) as stage:
         if stage.store.local_folder is not None:
             yield stage.store.local_folder / stage.name
@@ -151,8 +162,8 @@ def scratch_file(target: Place) -> Iterator[Path]:
 def scratch_folder(store: Store) -> Iterator[Path]:
     """Yield a folder for a library to fill.
 
-    The folder is the local store's own, or a temporary one that is copied into the store
-    afterwards.
+    For a local store it is the folder of the store. For a bucket it is a temporary folder, whose
+    files are copied into the bucket after the `with` block.
     """
     if store.local_folder is not None:
         yield store.local_folder
@@ -165,15 +176,18 @@ def scratch_folder(store: Store) -> Iterator[Path]:
 
 
 def spool_file(folder: Path | None = None) -> BinaryIO:
-    """Open an unnamed, unbuffered file, on the disk of `folder` if given; closing it deletes it."""
+    """Open an unnamed, unbuffered file, which is deleted when it is closed.
+
+    It is on the disk of `folder`, or in the system's temporary folder if `folder` is None.
+    """
     return cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=0))
 
 
 class LibraryFile(io.FileIO):
     """A new file that a library writes from C code, which must not see the error of a write.
 
-    Space for `max_bytes` is allocated first. After the error of a write, later writes are skipped,
-    and `check` raises the error.
+    Space for `max_bytes` is allocated first. After a write has failed, later writes are skipped.
+    `check` raises the error.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -186,7 +200,7 @@ class LibraryFile(io.FileIO):
             raise
 
     def write(self, data: Any) -> int:
-        """Write `data`; returns its size in bytes, whether or not that failed."""
+        """Write `data`. Return its size in bytes, even if the write failed."""
         memory = memoryview(data)
         try:
             done = 0
@@ -210,13 +224,18 @@ class LibraryFile(io.FileIO):
             raise self.error
 
 
+_MEMORY_DISK = "/dev/shm"  # noqa: S108 - used for a new folder in it
+_PLENTY_BYTES = 1 << 30
+
+
 def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:
     """Return the small files that `make` writes into an empty folder, by relative path.
 
     Raises TargetError or NoSpaceError when they cannot be written.
     """
     parent = tempfile.gettempdir()
-    with suppress(OSError):  # in memory if there is plenty, because training waits
+    # The folder is in memory if there is plenty, because training waits.
+    with suppress(OSError):
         is_writable = os.access(_MEMORY_DISK, os.W_OK)
         if is_writable and shutil.disk_usage(_MEMORY_DISK).free > _PLENTY_BYTES:
             parent = _MEMORY_DISK

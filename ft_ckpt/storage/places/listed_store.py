@@ -1,4 +1,7 @@
-"""A read-only view of a store as it was listed: later versions of an object are errors."""
+"""Reads a remote store as it was when it was listed.
+
+Reading an object that was replaced later is an error, so that old and new versions do not mix.
+"""
 
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
@@ -25,7 +28,7 @@ from ft_ckpt.storage.store import (
 
 @dataclass
 class RequestCount:
-    """The number of range requests; approximate with several threads."""
+    """Counts range requests. With several threads the count is approximate."""
 
     count: int = 0
 
@@ -47,18 +50,23 @@ class _CountedObject:
 
 @dataclass(frozen=True)
 class ListedStore(RemoteStore):
-    """The objects of `inner` that are `listed`, by name, in the versions listed.
+    """The objects of the store `inner` that are `listed`, in the versions of the listing.
 
-    Nothing can be written. A remote object is opened once and shared, so that closing it releases
-    nothing.
+    Nothing can be written. A remote object is opened once, and all callers share it. Closing it
+    does nothing.
+
+    Attributes:
+        inner: the store that was listed.
+        listed: its objects, by name.
+        opened: the open remote objects, by URL.
+        requests: counts the requests of these.
+        fetched: paths of local copies of objects, by URL.
     """
 
     inner: Store
     listed: Mapping[str, Stored]
-    # by `where`
     opened: dict[str, _CountedObject] = field(default_factory=dict, compare=False, repr=False)
     requests: RequestCount = field(default_factory=RequestCount, compare=False)
-    # local copies, by `where`
     fetched: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -71,7 +79,7 @@ class ListedStore(RemoteStore):
 
     @property
     def parent(self) -> None:
-        """None: only this folder was listed."""
+        """Always None, because only this folder was listed."""
 
     def within(self, folder: str) -> "ListedStore":
         """Return the listed objects below `folder` as a store."""
@@ -95,7 +103,8 @@ class ListedStore(RemoteStore):
 
         Raises UnreadableError when its version is not the listed one.
         """
-        listed, where = self.stat(name), self.where(name)
+        listed = self.stat(name)
+        where = self.where(name)
         if listed is None:
             raise MissingError(f"{where}: no such object")
         if where in self.fetched:
@@ -112,10 +121,10 @@ class ListedStore(RemoteStore):
         return cast("Readable", self.opened[where])
 
     def fetch(self, names: Iterable[str], folder: LocalStore) -> None:
-        """Copy objects into `folder`, from which they are read afterwards.
+        """Copy objects into the local `folder`. Afterwards they are read from there.
 
         If its disk has no space for all of them, none is copied. An object that cannot be read is
-        left to its reader.
+        not copied and not an error here. Reading it later raises the error.
         """
         missing = []
         for name in names:
@@ -172,7 +181,7 @@ class ListedStore(RemoteStore):
 
 
 def hold_listed(store: Store) -> Store:
-    """List a remote `store`, so that later requests only read bytes of the listed versions.
+    """List a remote store, and return a store that reads only the versions of this listing.
 
     A local store is returned unchanged.
     """

@@ -1,9 +1,10 @@
-"""Locations: paths and URLs, and which store serves a URL.
+"""Tells paths from URLs, and opens the store of a path or URL.
 
-The stores of URLs are in a table of schemes; other packages bring a store by an entry point of the
-group `ft_ckpt.stores`. Its name is the scheme, its object a function like `ObjectStore.from_url`:
-it takes the URL of a bucket (scheme://name) and the options of `open_place`, and returns a `Store`.
-Installed packages are searched at the first scheme that is not in the table.
+A table has the store of each scheme of URLs. Other packages add a store by an entry point of the
+group `ft_ckpt.stores`. The name of the entry point is the scheme. Its object is a function like
+`ObjectStore.from_url`, which takes the URL of a bucket (scheme://name) and the options of
+`open_place`, and returns a `Store`. Installed packages are searched when a scheme is not in the
+table.
 """
 
 import os
@@ -21,7 +22,7 @@ from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.store import Store
 
 HUB_BUCKETS = "hf://buckets/"  # prefix of the URLs of storage buckets of the Hugging Face Hub
-# two letters or more before the colon; Path leaves one slash
+# A scheme has at least two characters. A URL that was made a Path has one slash.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 _HUB_BUCKET_ADVICE = (
     "a bucket of the Hub takes and gives whole checkpoints, by push, pull and cp; to save a run "
@@ -52,9 +53,10 @@ def local_path(location: str | os.PathLike[str]) -> Path:
 
 
 def refuse_secrets(url: str, other_way: str) -> None:
-    """Raise ConfigError for a URL with user info or a signing parameter.
+    """Raise ConfigError for a URL with a user name, a password or a signature.
 
-    Errors, logs and marks would show these.
+    Errors, logs and files of a checkpoint would show them. `other_way` tells the user how to give
+    them instead.
     """
     if without_secrets(url) != url:
         raise ConfigError(
@@ -63,7 +65,7 @@ def refuse_secrets(url: str, other_way: str) -> None:
 
 
 def shown_location(location: str | os.PathLike[str]) -> str:
-    """Shorten a path or URL for messages: relative to the working directory if it is below that."""
+    """Return a path or URL for messages. A path below the working directory becomes relative."""
     path = Path(location)
     try:
         working_folder = Path.cwd()
@@ -95,14 +97,15 @@ _OPENERS = {
     "memory": _OBJECT_STORE,
 }
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)/*(.*)", re.DOTALL)
-# prefixes of the environment variables that a client reads
+# Clients read the environment variables with these prefixes.
 _CLIENT_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
-# by bucket, options and variables; the options are kept alive: repr may name them by address
+# Each opened bucket with its options. The key is the repr of the bucket's URL, the options and the
+# variables. The repr of an option can be its address, so the options are kept alive.
 _clients: dict[str, tuple[Store, dict[str, Any]]] = {}
 
 
 def is_url(location: str | os.PathLike[str]) -> bool:
-    """Check whether `location` is the URL of a store, not a path."""
+    """Check whether `location` is the URL of a store. Otherwise it is a path."""
     match = _URL.fullmatch(os.fspath(location))
     if match is None:
         return False
@@ -118,10 +121,10 @@ def schemes() -> tuple[str, ...]:
 def open_store(location: str | os.PathLike[str], **options: Any) -> Store:
     """Open the store at `location`, a local path or a URL (s3://, gs://, az://, memory://).
 
-    `options` go to the client of an object store, which is shared for equal bucket, options and
-    variables. Credentials, endpoint and region come from the environment variables of the services'
-    tools. Raises ConfigError for a URL that no client supports or that contains a key, and if the
-    package for object stores is not installed.
+    `options` go to the client of an object store. Equal buckets, options and environment variables
+    share one client. Credentials, endpoint and region come from the environment variables of the
+    services' own tools. Raises ConfigError for a URL that no client supports or that contains a
+    key, and if the package for object stores is not installed.
     """
     text = os.fspath(location)
     match = _URL.fullmatch(text)
@@ -141,7 +144,7 @@ def open_store(location: str | os.PathLike[str], **options: Any) -> Store:
 
 
 def _open_client(url: str, scheme: str, options: dict[str, Any]) -> Store:
-    """Open the store of a whole bucket, which reuses the connections of its client."""
+    """Return the store of a whole bucket, with the client that was opened for it before, if any."""
     variables = []
     for name, value in os.environ.items():
         if name.upper().startswith(_CLIENT_VARIABLES):

@@ -1,4 +1,8 @@
-"""A path or URL as a store and a name in it."""
+"""Opens a path or URL as a place.
+
+A place is a file or folder on a disk, or an object or prefix in a bucket. It consists of a store
+and a name in it. For example, runs/checkpoint-5 is "checkpoint-5" in the store of the folder runs.
+"""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +25,7 @@ from ft_ckpt.storage.store import Readable, Store, is_name
 
 @dataclass(frozen=True)
 class Place:
-    """The object or folder `name` of a store, or the store itself if `name` is empty.
+    """An object or folder `name` of a store, or the store itself if `name` is empty.
 
     `str` returns the path or URL.
     """
@@ -34,12 +38,12 @@ class Place:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is on a disk of this machine."""
+        """True if it is on a disk of this machine."""
         return self.store.local_folder is not None
 
     @property
     def location(self) -> Path | str:
-        """The location in messages: a local path, or a URL."""
+        """Its path or URL, for messages. A local path is a Path."""
         return Path(str(self)) if self.is_local else str(self)
 
     @property
@@ -54,12 +58,12 @@ class Place:
 
     @property
     def beside(self) -> Store:
-        """The folder that contains it; itself at the top of a bucket."""
+        """The store of the folder that contains it. At the top of a bucket, that of the bucket."""
         return self.folder.parent or self.folder
 
     @property
     def basename(self) -> str:
-        """The last component of its name."""
+        """The last component of its path or URL."""
         return self.name.rpartition("/")[2] or _basename(self.store)
 
     @property
@@ -94,30 +98,31 @@ class Place:
             raise LoadError(f"{self}: a folder, or no regular file; name a file") from error
 
     def folders_around(self, levels: int = 4) -> Iterator[tuple[Store, str]]:
-        """Yield this folder and its parents, nearest first, each with the name of this place in it.
+        """Yield this folder and its parents, `levels` in all, nearest first.
 
-        For a symbolic link, those of its destination follow.
+        Each comes with the name that this place has in it. For example, a/b/c yields (a/b/c, ""),
+        (a/b, "c") and (a, "b/c"). For a symbolic link, the folders around its destination follow.
         """
         yield from _parents(self, levels)
         destination = linked_path(Path(str(self))) if self.is_local else None
         if destination is not None:
             yield from _parents(_local_place(destination), levels)
 
-    def mode_at(self, goal: "Place") -> int:
-        """Return the `max_mode` of a file or folder that is made at `goal` from this one.
+    def mode_at(self, target: "Place") -> int:
+        """Return the limit of the permission bits of what is made from this place at `target`.
 
-        On local disks it is `readable_mode`; a bucket sets no limit.
+        If both are on local disks, it is `readable_mode`. A bucket sets no limit.
         """
         folder = self.store.local_folder
-        if folder is None or not goal.is_local:
+        if folder is None or not target.is_local:
             return 0o777
-        return readable_mode(folder / self.name, Path(str(goal)))
+        return readable_mode(folder / self.name, Path(str(target)))
 
     def as_target(self) -> "Place":
-        """Return this place as that of an object to write, with links resolved.
+        """Check that an object can be written here. Return this place with links resolved.
 
-        Raises TargetError for a local folder, and if the parent folder does not exist; ConfigError
-        for a whole bucket.
+        Raises TargetError for a local folder, and if the parent folder does not exist. Raises
+        ConfigError for a whole bucket.
         """
         if not self.is_local:
             if not self.name:
@@ -134,11 +139,15 @@ class Place:
 def open_place(place: str | os.PathLike[str] | Place, **options: Any) -> Place:
     """Return the place of a path or URL (s3://, gs://, az://, memory://).
 
-    Functions that take a path take a `Place`, too; here it is returned as it is. `options` go to
-    the client of an object store, as for `obstore.store.from_url` (endpoint, region, keys,
-    "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* set the others. No
-    request is made yet. Raises ConfigError for a URL of an unknown kind, for a bucket of the Hub,
-    for anything that is not a path, and if the package for object stores is not installed.
+    Functions that take a path take a `Place`, too. A `Place` is returned as it is. No request is
+    made yet.
+
+    `options` go to the client of an object store, as for `obstore.store.from_url` (endpoint,
+    region, keys, "client_options", "retry_config"). Options that are not given come from the
+    environment variables AWS_*, GOOGLE_* and AZURE_*.
+
+    Raises ConfigError for a URL of an unknown kind, for a bucket of the Hub, for anything that is
+    not a path, and if the package for object stores is not installed.
     """
     if isinstance(place, Place):
         return place
@@ -169,13 +178,14 @@ def is_hub_bucket(place: str | os.PathLike[str] | Place) -> bool:
 
 
 def _local_place(path: Path) -> Place:
-    if not is_name(path.name):  # the root, "." or ".."
+    if not is_name(path.name):  # as for the root, "." and ".."
         return Place(LocalStore(path))
     return Place(LocalStore(path.parent), path.name)
 
 
 def _parents(place: Place, levels: int) -> Iterator[tuple[Store, str]]:
-    store, name = place.folder, ""
+    store = place.folder
+    name = ""
     for _ in range(levels):
         yield store, name
         parent = store.parent
