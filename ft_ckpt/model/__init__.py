@@ -1,15 +1,13 @@
-"""One model as Hugging Face and PEFT know it. Each room has a front of its own.
+"""Saves and loads one model as Hugging Face and PEFT do. Packages are entered by `__init__.pyi`.
 
-| room | holds |
-|---|---|
-| `load` | `load_model`: a committed checkpoint as a model, with its adapters |
-| `parts` | the parts of a save: which tensors go into which loadable folder |
-| `sidecars` | what lies with the weights: configs, code, tokenizer, model card |
-| `base` | the base of adapters: its files, config, identity |
-| `empty` | models without weights, made of a config by transformers or diffusers |
-| `files` | folders of weights and their settings, read |
-| `tensors` | the tensors of a live model and the names that they are stored under |
+| package | holds | |---|---| | `load` | `load_model`, which loads a committed checkpoint as a
+model, with its adapters | | `parts` | the division of a save into parts: which tensors go into
+which folder | | `sidecars` | the files that lie with the weights: configs, code, tokenizer, model
+card | | `base` | the base model of adapters: its files, its config, its comparison with the
+recorded base | | `empty` | models without weights, which transformers or diffusers makes from a
+config | | `files` | folders of weights and their settings, opened and compared | | `tensors` | the
+plan of stored tensors: from which live tensors, under which names |
 
-Nothing here puts a saved checkpoint in place; only `base.watch` communicates with other ranks.
+Nothing here commits a checkpoint. Only `base.watch` communicates with other ranks.
 Begin at `parts.save_parts` for a save, at `load.loading` for `ft_ckpt.load_model`.
 """

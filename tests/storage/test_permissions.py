@@ -279,7 +279,7 @@ def test_a_mount_without_permissions_takes_everything(without_modes, originals, 
 
 def test_what_a_mount_opens_is_told_once(tmp_path, monkeypatch):
     """Where files have the permissions of their mount."""
-    monkeypatch.setattr(local_disk, "_without_modes", set())
+    monkeypatch.setattr(local_disk, "_devices_without_modes", set())
     file = tmp_path / "x.h5"
     ft_ckpt.save({"a": torch.ones(2)}, file)
     real = os.open

@@ -1,7 +1,7 @@
-"""The base of adapters: its files on this machine, its config, and how it is recognised.
+"""Finds the base model of adapters: its files on this machine, its class and its config.
 
-Nothing here selects tensors for a save. Begin at `files`; `samples` identifies a base by sampled
-elements.
+Nothing here selects tensors for a save. Begin at `files`. `samples` compares a base with the
+recorded one, by sampled elements.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
-"""The differences between the config of the live base of adapters and the one in its files.
+"""Finds the differences between the config of the live base of adapters and the one in its files.
 
-A save records them, such as the labels of a classifier; a load applies them to the config in the
-files.
+A save of an adapter records these differences, for example the labels of a classifier. A load
+applies them to the config in the files of the base.
 """
 
 import json
@@ -13,8 +13,8 @@ from torch import nn
 from ft_ckpt.model.base.files import config_in_files
 from ft_ckpt.ranks.wrappers import unwrap, user_class
 
-# Fields of a config that a load takes from the files of the base: origin, dtype, kernels,
-# quantisation, and the number of rows before a resize, which the stored embeddings decide.
+# Fields that a load takes from the files of the base: origin, dtype, kernels and quantisation. The
+# size of the vocabulary is among them, because the stored embeddings decide about a resize.
 _FIELDS_OF_FILES = frozenset(
     {
         "_name_or_path",
@@ -42,24 +42,29 @@ def class_of_base(model: nn.Module) -> str:
     return user_class(type(unwrap(model))).__name__
 
 
-def changes_of_config(model: Any, identity: str | None, revision: str | None) -> dict[str, Any]:
-    """Return the fields in which the config of the live base differs from that in `identity`.
+def changes_of_config(model: Any, source: str | None, revision: str | None) -> dict[str, Any]:
+    """Return the fields of the live base's config that differ from the config in its files.
 
-    `identity` is a folder or a repository, which is read without network access. All fields are
-    returned if that config is not on this machine.
+    `source` is the folder or repository of the base. A repository is read from the Hub's cache,
+    without network access. If its config is not on this machine, all fields are returned.
     """
     live = getattr(model, "config", None)
     if not hasattr(live, "to_dict"):
         return {}
-    stored = None if identity is None else config_in_files(identity, revision)
-    published = None if stored is None else config_for(type(live), stored)
-    return _changes({} if published is None else plain_config(published), plain_config(live))
+    published: Any = None
+    if source is not None:
+        published = config_in_files(source, revision)
+    if published is not None:
+        published = config_for(type(live), published)
+    published_fields = {} if published is None else plain_config(published)
+    return _changes(published_fields, plain_config(live))
 
 
 def config_for(kind: Any, config: Any) -> Any:
-    """Return the config itself, or the one inside it, that is of class `kind` (None: of any class).
+    """Return the config that is of class `kind`: `config` itself, or one inside it.
 
-    Returns None if there is none.
+    For example, the text config is inside that of a model for text and images. If `kind` is None,
+    `config` is returned. Returns None if neither is of that class.
     """
     if kind is None or isinstance(config, kind):
         return config
@@ -68,7 +73,7 @@ def config_for(kind: Any, config: Any) -> Any:
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """Convert the config to what JSON can hold."""
+    """Return the fields of a config as JSON values."""
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return plain
 
@@ -78,7 +83,7 @@ def _is_config(value: Any) -> bool:
 
 
 def _changes(published: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `live` that differ; of a nested config, its differing fields."""
+    """Return the fields of `live` that differ. A nested config has its differing fields only."""
     changes: dict[str, Any] = {}
     for name, value in live.items():
         before = published.get(name, _ABSENT)
@@ -87,14 +92,15 @@ def _changes(published: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str,
         if not _is_config(value):
             changes[name] = value
             continue
-        nested_changes = _changes(before if isinstance(before, dict) else {}, value)
+        nested_before = before if isinstance(before, dict) else {}
+        nested_changes = _changes(nested_before, value)
         if nested_changes:
             changes[name] = nested_changes
     return changes
 
 
 def changed_fields(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply recorded changes to the settings, inside nested configs too."""
+    """Return the settings with the recorded changes, also those inside nested configs."""
     changed = dict(settings)
     for name, value in changes.items():
         before: Any = changed.get(name)

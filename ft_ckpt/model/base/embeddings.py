@@ -1,4 +1,4 @@
-"""The embeddings of a base model, and whether they were resized after it was loaded."""
+"""Finds the embeddings of a base model, and those that were resized after it was loaded."""
 
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,10 @@ _GETTERS = ("get_input_embeddings", "get_output_embeddings")
 
 
 def embedding_of(model: Any, getter: str = "get_input_embeddings") -> Any:
-    """Return the embedding layer of the base, also inside a PEFT layer, or None without one."""
+    """Return the embedding layer of a model, without PEFT layers around it.
+
+    Returns None if the model has none.
+    """
     try:
         layer = getattr(model, getter)()
     except (AttributeError, NotImplementedError):
@@ -25,9 +28,9 @@ def embedding_of(model: Any, getter: str = "get_input_embeddings") -> Any:
 
 
 def resized_embeddings(view: View, model: Any) -> set[str]:
-    """Name the embedding weights with another number of rows than the loaded base had.
+    """Return the names of the embedding weights that were resized after the base was loaded.
 
-    `model`: the base model.
+    `model` is the base model in `view`.
     """
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         return set()
@@ -37,7 +40,8 @@ def resized_embeddings(view: View, model: Any) -> set[str]:
     suspected = [name for name in _weights(view, model) if view.sources[name].shape[0] != rows]
     if not suspected:
         return set()
-    # A class may make more rows than its config has words, as Molmo2's does.
+    # Some classes make more rows than their config has words, for example Molmo2's. So the number
+    # of rows is compared with that of a new model, too.
     shapes = _shapes_with_words(user_class(type(model)), model.config.to_json_string(), rows)
     base_names = {id(source): name for name, source in view.base_sources()}
     resized = set()
@@ -57,11 +61,12 @@ def _weights(view: View, model: Any) -> list[str]:
     return [name for name in names if name in view.sources]
 
 
-@lru_cache(4)  # the model is made once for all saves of a run
+@lru_cache(4)  # so that the model is made once for all saves of a run
 def _shapes_with_words(cls: type, config: str, words: int) -> Shapes:
-    """Return the shapes that the class makes of a config with another number of words.
+    """Return the shapes of a new model of the class, for a vocabulary of `words` words.
 
-    Returns {} if the class cannot make a model of it.
+    `config` is the text of its config, whose number of words is replaced. Returns {} if the class
+    cannot make a model of it.
     """
     try:
         changed = read_config(cls.config_class, config)  # type: ignore[attr-defined]  # of transformers' classes
@@ -72,15 +77,15 @@ def _shapes_with_words(cls: type, config: str, words: int) -> Shapes:
 
 
 def _rows_of_base(module: Any, model: Any) -> int | None:
-    """Return the vocabulary size of the base before a resize.
+    """Return the vocabulary size of the base before a resize, or None if it is unknown.
 
-    The size comes from the base's config on this machine, else from the inner modules:
-    `resize_token_embeddings` changes the config and the outermost module only, and the decoder
-    inside keeps the old size.
+    It is taken from the config in the files of the base, if they are on this machine. Otherwise it
+    is taken from an inner module. `resize_token_embeddings` changes the config and the outermost
+    module only, so the decoder inside keeps the old size.
     """
     for config in module.peft_config.values():
-        place = getattr(config, "base_model_name_or_path", None)
-        rows = _configured_rows(place, model) if place else None
+        source = getattr(config, "base_model_name_or_path", None)
+        rows = _configured_rows(source, model) if source else None
         if rows is not None:
             return rows
     for inner in model.modules():
@@ -90,8 +95,8 @@ def _rows_of_base(module: Any, model: Any) -> int | None:
     return None
 
 
-def _configured_rows(place: str, model: Any) -> int | None:
-    config = config_in_files(place)
+def _configured_rows(source: str, model: Any) -> int | None:
+    config = config_in_files(source)
     if config is None or type(config) is not type(model.config):
         return None
     rows = getattr(config.get_text_config(), "vocab_size", None)

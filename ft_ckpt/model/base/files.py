@@ -1,4 +1,12 @@
-"""The files of an adapter's base on this machine: folder, config, and the tensors' places."""
+"""Finds the files of an adapter's base on this machine, and its tensors in them.
+
+The source of a base is a folder or a repository of the Hub. Repositories are looked up in the Hub's
+cache, without network access.
+
+transformers renames some stored tensors when it loads a model, and converts others: for example, it
+joins the experts of a layer to one tensor. `find_origins` finds out from which stored tensors each
+tensor of a model comes.
+"""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,25 +32,27 @@ from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, open_place
 
 
-def base_folder(identity: str, revision: str | None) -> Place | None:
-    """Find the folder of `identity`, which is a folder or a repository; return None without one.
+def base_folder(source: str, revision: str | None) -> Place | None:
+    """Find the folder of a base, or return None if it is not on this machine.
 
-    A repository is looked up in the Hub's cache on this machine.
+    `source` is a folder or a repository.
     """
-    place = open_place(identity)
-    return place if place.is_folder else cached_base(identity, revision)
+    place = open_place(source)
+    if place.is_folder:
+        return place
+    return cached_base(source, revision)
 
 
 def cached_base(repo_id: str, revision: str | None) -> Place | None:
-    """Find the folder of a repository in the Hub's cache on this machine; None without one."""
+    """Find the folder of a repository in the Hub's cache. Return None if it is not there."""
     with suppress(LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, ValueError):
         folder = snapshot_download(repo_id, revision=revision, local_files_only=True)
         return Place(LocalStore(Path(folder)))
     return None
 
 
-def config_in_files(identity: str, revision: str | None = None) -> Any:
-    """Read the config in the folder or repository `identity`, without running code from it.
+def config_in_files(source: str, revision: str | None = None) -> Any:
+    """Read the config in the folder or repository `source`, without running code from it.
 
     Returns None if the config is not on this machine.
     """
@@ -50,22 +60,28 @@ def config_in_files(identity: str, revision: str | None = None) -> Any:
 
     options = {"revision": revision, "trust_remote_code": False}
     try:
-        is_local = open_place(identity).is_folder
-        return AutoConfig.from_pretrained(identity, local_files_only=not is_local, **options)
+        is_local = open_place(source).is_folder
+        return AutoConfig.from_pretrained(source, local_files_only=not is_local, **options)
     except (OSError, ValueError):
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class FileOrigin:
-    """Stored tensors that transformers loads as one or several tensors of the model."""
+    """The stored tensors from which transformers makes one or several tensors of a model.
 
-    target: str  # the first name in the model
-    stored: tuple[tuple[str, str], ...]  # (pattern of the converter, name in the file)
-    converter: Any  # transformers' WeightConverter; None: one stored tensor, unchanged
+    Attributes:
+        target: the first of the names in the model.
+        stored: the stored tensors, each as (pattern of the converter, name in the file).
+        converter: transformers' WeightConverter. None: one stored tensor is loaded unchanged.
+    """
+
+    target: str
+    stored: tuple[tuple[str, str], ...]
+    converter: Any
 
     def convert(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Compute the model's tensors by name; `read` returns a stored tensor."""
+        """Compute the tensors of the model, by name. `read` returns a stored tensor by its name."""
         if self.converter is None:
             return {self.target: read(self.stored[0][1])}
         converter = copy.deepcopy(self.converter)
@@ -78,7 +94,7 @@ class FileOrigin:
         return tensors
 
     def convert_empty(self, model: Any, file: TensorFile) -> dict[str, Tensor]:
-        """Compute the model's tensors by name, without memory."""
+        """Compute the tensors of the model on the meta device, for their shapes and dtypes."""
 
         def empty_stored(name: str) -> Tensor:
             spec = file.specs[name]
@@ -89,15 +105,21 @@ class FileOrigin:
 
 @dataclass(frozen=True, eq=False)
 class FileOrigins:
-    """The origins of a model's tensors in a file."""
+    """From which stored tensors of a file the tensors of a model come.
+
+    Attributes:
+        origins: the origins of all tensors of the model that the file has.
+        unused_names: names of stored tensors that are not in the model.
+        transforms: transformers' renamings and conversions that were used.
+    """
 
     origins: tuple[FileOrigin, ...]
-    unused: tuple[str, ...]  # stored tensors without a place in the model
-    transforms: tuple[Any, ...]  # transformers' renamings and conversions that were used
+    unused_names: tuple[str, ...]
+    transforms: tuple[Any, ...]
 
 
 def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOrigins:
-    """Find the tensors `names` of the model in `file`, as transformers renames and converts it."""
+    """Find the tensors `names` of `model` in `file`, as transformers renames and converts them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -112,32 +134,34 @@ def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOr
     by_pattern: dict[str, Any] = {}
     for converter in converters:
         by_pattern |= dict.fromkeys(converter.source_patterns, converter)
-    model_names, prefix = dict.fromkeys(names, True), model.base_model_prefix
-    stored: dict[str, list[tuple[str, str]]] = {}  # by name in the model
-    unused = []
+    model_names = dict.fromkeys(names, True)
+    prefix = model.base_model_prefix
+    # By name in the model, the stored tensors that it is made from.
+    stored: dict[str, list[tuple[str, str]]] = {}
+    unused_names = []
     for name in sorted(file.specs, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, model_names)
-        # as in transformers: the stored name is already the model's
+        # As in transformers: a stored name that the model has is not renamed.
         if target not in model_names and name in model_names:
             target, pattern = rename_source_key(name, [], [], prefix, model_names)
         if target in model_names:
             stored.setdefault(target, []).append((pattern or "", name))
         else:
-            unused.append(name)
+            unused_names.append(name)
     used_transforms = []
     for transform in transforms:
-        # transformers 5.4 does not record the use of a transform: then all count as used.
+        # transformers 5.4 does not record which transforms it used, so all count as used.
         if not hasattr(transform, "was_used") or transform.was_used():
             used_transforms.append(transform)
     origins = []
     for target, pairs in stored.items():
         first_pattern = pairs[0][0]
         origins.append(FileOrigin(target, tuple(pairs), by_pattern.get(first_pattern)))
-    return FileOrigins(tuple(origins), tuple(unused), tuple(used_transforms))
+    return FileOrigins(tuple(origins), tuple(unused_names), tuple(used_transforms))
 
 
-def names_of_today(model: Any, names: Iterable[str]) -> list[str]:
-    """Rename tensors of this class, as earlier versions named them, as transformers does now."""
+def current_names(model: Any, names: Iterable[str]) -> list[str]:
+    """Return the names that the installed transformers gives to tensors of earlier versions."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -146,26 +170,27 @@ def names_of_today(model: Any, names: Iterable[str]) -> list[str]:
     return [rename_source_key(name, renamings, [])[0] for name in names]
 
 
-# by live base: each save asks again
+# The result of `absent_parameters` by live base, because each save asks for it.
 _absent: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
 def absent_parameters(
-    model: Any, sources: Mapping[str, Source], identities: Iterable[tuple[str, str | None]]
+    model: Any, sources: Mapping[str, Source], base_ids: Iterable[tuple[str, str | None]]
 ) -> frozenset[str]:
     """Find the parameters of the live base `model` that its files lack.
 
-    transformers draws these at random at each load. `sources` are the tensors of the base by name.
-    `identities` are names of the base (a folder or repository, a revision), of which the first that
-    is on this machine counts. Returns an empty set if none is, or if it has no weights.
+    transformers draws them at random at each load. `sources` are the tensors of the base by name.
+    `base_ids` are possible sources of the base, each as (folder or repository, revision). The first
+    one that is on this machine is compared. Returns an empty set if none is, or if it has no
+    weights.
     """
     inner = unwrap(model)
     if not is_pretrained(inner):
         return frozenset()
     if inner not in _absent:
         _absent[inner] = frozenset()
-        for identity, revision in identities:
-            folder = base_folder(identity, revision)
+        for base_id, revision in base_ids:
+            folder = base_folder(base_id, revision)
             if folder is not None:
                 _absent[inner] = _find_absent(inner, sources, folder)
                 break
@@ -179,11 +204,13 @@ def _find_absent(model: Any, sources: Mapping[str, Source], folder: Place) -> fr
             return frozenset()
         with closing(join_weight_files(folder.folder, names)) as file:
             shapes = _shapes_in(file, model, sources)
-    except CheckpointError:  # no model can be read from it
+    except CheckpointError:  # no model can be read from the folder
         return frozenset()
     if getattr(model, "hf_quantizer", None) is None:
         filled = {name for name, shape in shapes.items() if shape in (None, sources[name].shape)}
-    else:  # the quantiser gives layers that are in the files other shapes, and scales
+    else:
+        # A quantiser changes the shapes of a layer and adds scales. So all tensors of a layer count
+        # as filled if one of them is in the files.
         layers = {name.rpartition(".")[0] for name in shapes}
         filled = {name for name in sources if name.rpartition(".")[0] in layers}
     filled |= made_by_class(model)
@@ -201,7 +228,7 @@ def _find_absent(model: Any, sources: Mapping[str, Source], folder: Place) -> fr
 def _shapes_in(
     file: TensorFile, model: Any, sources: Mapping[str, Source]
 ) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes that the model's tensors have in `file`.
+    """Return the shapes that the tensors of the model have in `file`, by name in the model.
 
     The shape is None for a tensor that transformers converts.
     """

@@ -1,4 +1,7 @@
-"""Models on mapped files, to merge adapters into: no tensor is read before it is used."""
+"""Makes the base of adapters on its mapped files, to merge the adapters into it.
+
+No tensor is read before it is used.
+"""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -38,10 +41,10 @@ from ft_ckpt.storage.places import Place, local_folder
 
 @dataclass(frozen=True, eq=False)
 class FileModel:
-    """A model in eval mode."""
+    """A model in eval mode, and the names of stored tensors that it does not have."""
 
     model: Any
-    unused: tuple[str, ...]  # names of stored tensors that it does not have
+    unused_names: tuple[str, ...]
 
 
 def base_on_files(
@@ -52,10 +55,11 @@ def base_on_files(
     *,
     in_memory: bool,
 ) -> FileModel:
-    """Make the base of `adapters`, of which the first has these `settings`, on its mapped files.
+    """Make the base of `adapters` on its mapped files in `folder`.
 
-    `shown` is the name of `folder` in messages. The model can run only if `in_memory`: then tensors
-    that transformers converts are computed once. Raises LoadError if there is no model, and for a
+    `shown` is the name of `folder` in messages. `settings` is the config of the first adapter. If
+    `in_memory`, tensors that transformers converts are computed once, and the model can run.
+    Otherwise they are computed at each read. Raises LoadError if there is no model, and for a
     quantised one.
     """
     names, _ = weight_files(folder.folder, "model")
@@ -85,7 +89,7 @@ def base_on_files(
 
 
 def _join_mapped(store: Store, names: Sequence[str], shown: Place) -> TensorFile:
-    """Open weight files as one, and map its tensors if their format allows it."""
+    """Open weight files as one file, whose tensors are mapped if their format allows it."""
     files: list[tuple[str, TensorFile]] = []
     for name in names:
         file_format = checkpoint_format_of(name)
@@ -104,12 +108,12 @@ def _model_on_files(
     *,
     in_memory: bool,
 ) -> FileModel:
-    """Make the model `base` in `folder` on the tensors of `file`, as transformers names them.
+    """Make the model `base` in `folder` on the tensors of `file`.
 
-    Tensors in `replaced`, which the caller fills, are zeros if the file lacks them or has another
-    shape. Tensors that transformers converts, such as fused experts, are computed at each read;
-    with `in_memory` once, so that the model can run. Raises LoadError for a class that is not in
-    transformers, or naming tensors that are missing or have another shape.
+    The caller fills the tensors in `replaced`. They are zeros if the file lacks them or has them in
+    another shape. Tensors that transformers converts, such as fused experts, are computed at each
+    read, or once if `in_memory`. Raises LoadError for a class that is not in transformers, and
+    naming tensors that are missing or have another shape.
     """
     name = base.cls.__name__
     if transformers_class(name) is not base.cls or getattr(base.config, "auto_map", None):
@@ -119,10 +123,10 @@ def _model_on_files(
         )
     with damaged_input(f"{folder}: its config"), without_memory():
         model = base.cls(base.config)
-    # Converted tensors are read when PEFT has replaced layers of the model.
+    # Converted tensors are read later, after PEFT has replaced layers of the model.
     described = with_whole_parameters(model, model.state_dict())
     stored = find_origins(model, model.state_dict(), file)
-    # a save reverts the conversions that were used
+    # A save reverts the conversions that were used.
     model._weight_conversions = list(stored.transforms)
     misfits: dict[str, str] = {}
     for origin in stored.origins:
@@ -140,7 +144,7 @@ def _model_on_files(
             f"{name}; use another copy"
         )
     add_folder_settings(model, folder)
-    return FileModel(model.eval().requires_grad_(False), stored.unused)
+    return FileModel(model.eval().requires_grad_(False), stored.unused_names)
 
 
 def _is_quantised_folder(folder: Path) -> bool:
@@ -152,9 +156,11 @@ def _is_quantised_folder(folder: Path) -> bool:
 def _put_tensors(
     model: Any, described: Any, origin: FileOrigin, file: TensorFile, in_memory: bool
 ) -> dict[str, str]:
-    """Put mapped tensors, or stand-ins for computed ones, into the model.
+    """Put the tensors of one origin into the model.
 
-    A line by name for each misfit. `described`: the model as `with_whole_parameters` gives it.
+    A converted tensor gets a stand-in, which computes it at each read, unless `in_memory`.
+    `described` is the model as `with_whole_parameters` returns it. Returns a text for each tensor
+    of another shape, by name.
     """
 
     def read_stored(name: str) -> Tensor:
@@ -165,13 +171,14 @@ def _put_tensors(
 
     misfits = {}
     for target, empty in origin.convert_empty(described, file).items():
-        live, shape = tensor_at(model, target), tuple(empty.shape)
+        live = tensor_at(model, target)
+        shape = tuple(empty.shape)
         expected = None if live is None else tuple(live.shape)
         if shape != expected:
             misfits[target] = f"{target}: {shape} in the files, expected {expected}"
         elif origin.converter is not None and not in_memory:
-            computed = stand_in_parameter(shape, empty.dtype, partial(read_target, target))
-            put_at(model, target, computed)
+            stand_in = stand_in_parameter(shape, empty.dtype, partial(read_target, target))
+            put_at(model, target, stand_in)
         else:
             tensor = read_target(target)
             if isinstance(live, nn.Parameter):
@@ -181,10 +188,11 @@ def _put_tensors(
 
 
 def _tie_missing(model: Any) -> None:
-    """Tie tensors that the class declares tied and of which the files store only one."""
+    """Tie the tensors that the class declares tied if the files have only one of them."""
     for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         for name, stored in (pair, pair[::-1]):
-            tensor, tied = tensor_at(model, name), tensor_at(model, stored)
+            tensor = tensor_at(model, name)
+            tied = tensor_at(model, stored)
             if tensor is None or tied is None:
                 continue
             if tensor.is_meta and not tied.is_meta:

@@ -1,7 +1,7 @@
-"""The class to load the base of adapters with, and its config.
+"""Finds the class and the config to load the base of adapters with.
 
-The files of a base name the class that was published. Adapters may be trained on another class with
-the same body, such as a classifier whose labels come from the script.
+The files of a base name the class that was published. But adapters can be trained on another class
+with the same body. For example, a classifier gets its labels from the script.
 """
 
 import copy
@@ -14,44 +14,53 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, damaged_input, listing
 from ft_ckpt.model.base.config import changed_fields, config_for, plain_config
 from ft_ckpt.model.base.embeddings import embedding_of
-from ft_ckpt.model.base.files import names_of_today
+from ft_ckpt.model.base.files import current_names
 from ft_ckpt.model.empty import transformers_class, without_memory
 from ft_ckpt.model.files import absurd_counts
 from ft_ckpt.model.tensors import PREFIX, base_name
 
-_MAX_LABELS = 1 << 20  # rows of a stored head that are taken for labels
+_MAX_LABELS = 1 << 20  # a stored head with more rows is not one of labels
 
 
 @dataclass(frozen=True)
 class BaseClass:
-    """How to make the base of an adapter."""
+    """How to make the base of an adapter.
 
-    cls: Any  # a model class of transformers, or an auto class
-    config: Any  # None if the files have none
-    # values that are valid once the embeddings are resized
-    later: Mapping[str, Any] = field(default_factory=dict)
+    Attributes:
+        cls: a model class of transformers, or an auto class.
+        config: its config. None if the files have none.
+        later_fields: fields of the config that are valid only once the embeddings are resized.
+    """
+
+    cls: Any
+    config: Any
+    later_fields: Mapping[str, Any] = field(default_factory=dict)
 
     def complete(self, model: Any) -> None:
         """Set the fields of the config that can only be set once the model is made."""
-        for name, value in self.later.items():
+        for name, value in self.later_fields.items():
             setattr(model.config, name, value)
 
 
 def find_base_class(
-    place: str, record: PartRecord, settings: Mapping[str, Any], **options: Any
+    source: str, record: PartRecord, settings: Mapping[str, Any], **options: Any
 ) -> BaseClass:
-    """Find the class and config for the base of the adapter in `record` with these `settings`.
+    """Find the class and config for the base of the adapter in `record`.
 
-    `place` has the files of the base, `options` are those of `from_pretrained`. The class is the
-    recorded one, or else the first of these whose modules have the names of the adapter's tensors:
-    the class in the adapter's config, the one that the files name, the auto class of its task.
+    `source` is the folder or repository of the base, `settings` is the config of the adapter, and
+    `options` are those of `from_pretrained`.
+
+    The class is the recorded one. If none is recorded, or it does not exist here, these are tried
+    in order: the class in the adapter's config, the class that the files name, the auto class of
+    the adapter's task, AutoModel. The first one that has the modules of the adapter's tensors is
+    taken, or the first of all if none has them.
     """
     from transformers import AutoConfig, AutoModel
 
     try:
-        config = AutoConfig.from_pretrained(place, **options)
+        config = AutoConfig.from_pretrained(source, **options)
     except (OSError, ValueError):
-        return BaseClass(AutoModel, None)  # its error names the problem
+        return BaseClass(AutoModel, None)  # Loading AutoModel raises an error that says why.
     base = record.base
     cls = None if base is None else _class_named(base.class_name, config)
     if base is not None and cls is not None:
@@ -62,7 +71,7 @@ def find_base_class(
 
 
 def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClass:
-    """Return the class with its config, after the recorded `changes`."""
+    """Return the class with its config, to which the recorded `changes` are applied."""
     if not changes:
         return BaseClass(cls, config)
     settings = changed_fields(plain_config(config), changes)
@@ -71,21 +80,22 @@ def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClas
         raise LoadError(
             f"config of the base, as the adapter records it: {listing(absurd)}; use another copy"
         )
-    later: dict[str, Any] = {}
-    padding, rows = settings.get("pad_token_id"), settings.get("vocab_size")
-    # a token that was added
+    later_fields: dict[str, Any] = {}
+    padding = settings.get("pad_token_id")
+    rows = settings.get("vocab_size")
+    # The padding token was added in the script, so its row exists only after the resize.
     if isinstance(padding, int) and isinstance(rows, int) and padding >= rows:
-        later["pad_token_id"] = padding
+        later_fields["pad_token_id"] = padding
         settings["pad_token_id"] = None
     with damaged_input("config of the base, as the adapter records it"):
-        return BaseClass(cls, type(config).from_dict(settings), later)
+        return BaseClass(cls, type(config).from_dict(settings), later_fields)
 
 
 def _guess_class(config: Any, settings: Mapping[str, Any], record: PartRecord) -> BaseClass:
-    """Find the first class that has the modules of the adapter's tensors.
+    """Find the first candidate class that has the modules of the adapter's tensors.
 
-    The config gets as many labels as the head of the adapter has rows. Adapters of PEFT and of
-    earlier versions do not name their class.
+    Its config gets as many labels as the head of the adapter has rows. This is for adapters that do
+    not record the class of their base: those of PEFT, and of earlier versions.
     """
     from transformers import AutoModel
 
@@ -115,9 +125,9 @@ def _candidates(config: Any, settings: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _class_named(name: str, config: Any) -> Any:
-    """Return the class `name` of transformers, or the auto class for it in the config's own code.
+    """Return the class `name` of transformers, or the auto class that loads it.
 
-    Returns None if there is none.
+    The config of a model with custom code names that auto class. Returns None if there is neither.
     """
     import transformers
 
@@ -132,7 +142,7 @@ def _class_named(name: str, config: Any) -> Any:
 
 @cache
 def _auto_class(task: str) -> Any:
-    """Return the auto class of transformers for a task of PEFT, or None for an unknown task."""
+    """Return the auto class of transformers for a task type of PEFT. None: the task is unknown."""
     from peft import auto
 
     wrapper = auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
@@ -148,9 +158,9 @@ def _empty_model(cls: Any, config: Any) -> Any:
 
 
 def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
-    """Check whether the model has the outermost modules that hold the adapter's tensors.
+    """Check whether a model of the class has the outermost modules of the adapter's tensors.
 
-    Current and older names count.
+    Names of the installed transformers and of earlier versions count.
     """
     model = _empty_model(cls, config)
     outermost = {name for name, _ in model.named_children()}
@@ -158,14 +168,17 @@ def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
     for tensor in record.tensors:
         if tensor.name.startswith(PREFIX):
             names.append(tensor.name.removeprefix(PREFIX))
-    for name, renamed in zip(names, names_of_today(model, names), strict=True):
+    for name, renamed in zip(names, current_names(model, names), strict=True):
         if outermost.isdisjoint({name.partition(".")[0], renamed.partition(".")[0]}):
             return False
     return True
 
 
 def _with_labels(cls: Any, config: Any, record: PartRecord) -> Any:
-    """Set the number of labels with which most stored tensors have the model's shapes."""
+    """Return the config with a number of labels with which more stored tensors fit the model.
+
+    Returns `config` itself if none makes more tensors fit.
+    """
     stored = {base_name(tensor.name): tensor.shape for tensor in record.tensors}
     misfits = _misfits(cls, config, stored)
     rows = {stored[name][0] for name in misfits if stored[name]}

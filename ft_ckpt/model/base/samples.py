@@ -1,7 +1,8 @@
-"""The identity of the base of adapters: its record, and the sampled elements that recognise it.
+"""Records the base of adapters, and recognises it by sampled elements.
 
-Sampling detects another model, another precision, and changes of most of a layer, such as a merged
-adapter; it misses changes of few elements, such as a row of an embedding.
+The record of an adapter has a few elements of each of some base tensors (its fingerprint). They
+differ for another model, for another precision, and after changes of most of a layer, such as a
+merged adapter. A change of few elements, such as a row of an embedding, is not detected.
 """
 
 import json
@@ -35,7 +36,8 @@ from ft_ckpt.ranks.moving import elements_at, has_readable_elements, sample_elem
 from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.ranks.wrappers import ModelTensors
 
-_PASSING_SETTINGS = {
+# Settings that depend on how the base was loaded. They are not part of its digest.
+_SETTINGS_OF_LOADS = {
     "_name_or_path",
     "transformers_version",
     "dtype",
@@ -43,59 +45,64 @@ _PASSING_SETTINGS = {
     "architectures",
     "use_cache",
     "vocab_size",
-    # absent from the config in memory until diffusers writes it
+    # diffusers adds these only when it writes the config.
     "_diffusers_version",
     "_class_name",
 }
-_SAMPLED_TENSORS, _SAMPLED_ELEMENTS = 128, 4
-ULPS = 2  # tolerance in units of the coarser dtype, for a base loaded in another precision
-# relative tolerance for decompositions and for adapters that were merged and unmerged
+_SAMPLED_TENSORS = 128
+_SAMPLED_ELEMENTS = 4
+# Tolerance for a base that is loaded in another precision, in units of the last place of the
+# coarser dtype.
+ULPS = 2
+# Relative tolerance for decompositions, and for adapters that were merged and unmerged.
 MERGED_TOLERANCE = 64 * torch.finfo(torch.float32).eps
 
 
 def record_of_base(part: Part) -> BaseRecord:
-    """Make the record of the base of an adapter's `part`, without its fingerprint.
+    """Make the record of the base of an adapter, without its fingerprint.
 
-    The id is None if the base was built in memory.
+    `part` is the part of the adapter. The id in the record is None if the base was built in memory.
     """
     model = model_below(part.module)
     config = getattr(model, "config", None)
     settings = part.module.peft_config[str(part.adapter)]
-    # the latter of diffusers, which keeps a Path as it is
+    # diffusers has the origin in its config, possibly as a Path.
     origin = getattr(model, "name_or_path", None) or getattr(config, "_name_or_path", None)
-    identity = settings.base_model_name_or_path or (str(origin) if origin else None)
+    base_id = settings.base_model_name_or_path
+    if not base_id:
+        base_id = str(origin) if origin else None
     revision = settings.revision or getattr(config, "_commit_hash", None)
     return BaseRecord(
-        identity,
+        base_id,
         revision,
         common_dtype(identifying_tensors(part).values()),
         _digest_of_config(config),
         {},
         class_of_base(model),
-        changes_of_config(model, identity, revision),
+        changes_of_config(model, base_id, revision),
     )
 
 
 def _digest_of_config(config: Any) -> str:
-    """Compute the digest of the settings that belong to the base, not to a load of it."""
+    """Compute the digest of the settings of the base that do not depend on how it was loaded."""
     settings = dict(config) if isinstance(config, Mapping) else {}
     if config is not None and hasattr(config, "to_dict"):
         settings = config.to_dict()
-    lasting = {key: value for key, value in settings.items() if key not in _PASSING_SETTINGS}
+    lasting = {key: value for key, value in settings.items() if key not in _SETTINGS_OF_LOADS}
     text = json.dumps(lasting, sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def identifying_tensors(part: Part) -> dict[str, Source]:
-    """Return the tensors of the base that identify it, which the adapter does not replace."""
+    """Return the tensors of the base that identify it. These are those that `part` lacks."""
     replaced = {base_name(entry.name) for entry in part.entries}
     return {name: source for name, source in part.base.items() if name not in replaced}
 
 
 def identifying_samples(record: PartRecord) -> dict[str, Mapping[str, float]]:
-    """Return the recorded samples of the base without tensors that the adapter replaces.
+    """Return the recorded samples of the base, by name of the tensor.
 
-    Earlier versions sampled those as well.
+    Tensors that the adapter replaces are left out. Earlier versions sampled those as well.
     """
     if record.base is None:
         return {}
@@ -107,27 +114,28 @@ def identifying_samples(record: PartRecord) -> dict[str, Mapping[str, float]]:
 def base_samples(
     model: nn.Module, rank: int, attribute: str | None = None
 ) -> dict[str, dict[str, float]]:
-    """Sample local elements of a few frozen base tensors: of adapted layers, else of all.
+    """Sample elements of some frozen base tensors that this rank has.
 
-    Returns {} without adapters.
+    The tensors are those of adapted layers, or any frozen ones if no adapted layer has one. Returns
+    {} for a model without adapters.
     """
     if not has_adapters(module_at(model, attribute or "")):
         return {}
     view = view_of(model, ModelTensors(model).sources(), attribute or "")
-    frozen, adapted = {}, {}
+    frozen_sources: dict[str, Source] = {}
+    adapted_sources: dict[str, Source] = {}
     for _, source in view.base_sources():
         if source.trainable:
             continue
-        frozen[source.name] = source
+        frozen_sources[source.name] = source
         if not set(TO_BASE).isdisjoint(source.name.split(".")):
-            adapted[source.name] = source
-    return sample_elements(
-        adapted or frozen, rank, tensors=_SAMPLED_TENSORS, elements=_SAMPLED_ELEMENTS
-    )
+            adapted_sources[source.name] = source
+    sampled = adapted_sources if adapted_sources else frozen_sources
+    return sample_elements(sampled, rank, tensors=_SAMPLED_TENSORS, elements=_SAMPLED_ELEMENTS)
 
 
 def common_dtype(tensors: Iterable[Source]) -> str:
-    """Return the most common dtype of the floating-point tensors; "float32" if there are none."""
+    """Return the most common dtype of the floating-point tensors, "float32" if there are none."""
     dtypes = [source.dtype for source in tensors if source.dtype.is_floating_point]
     common = max(set(dtypes), key=dtypes.count, default=None)
     return dtype_name(common) if common else "float32"
@@ -140,10 +148,10 @@ def differences_of_base(
     rank: int,
     attribute: str | None = None,
 ) -> tuple[int, list[str]]:
-    """Compare the base of the adapters of `model`, or of its `attribute`, with recorded samples.
+    """Compare the base of the adapters of `model` with the samples in the records of adapters.
 
-    Tensors in `stored` are not compared. Returns the number of compared tensors and the
-    differences.
+    The adapters are those of the submodule `attribute`, if it is given. Tensors in `stored` are not
+    compared. Returns the number of compared tensors and a text for each difference.
     """
     module: Any = module_at(model, attribute or "")
     if not has_adapters(module):
@@ -175,10 +183,11 @@ def differences_of_base(
 def differing_tensors(
     sources: Mapping[str, Source], record: PartRecord, rank: int = 0, *, is_changed: bool = False
 ) -> list[str]:
-    """Name the recorded base tensors that `sources` lack, or that differ in this rank's elements.
+    """Return the names of the sampled base tensors that differ from `record`.
 
-    `is_changed` means that the initialisation of the adapter has changed both bases, so the last
-    digits may differ.
+    Only elements of this rank are compared. A tensor that `sources` lacks counts as different.
+    `is_changed` means that the initialisation of the adapter has changed both bases, so their last
+    digits can differ.
     """
     if record.base is None:
         return []
@@ -191,16 +200,16 @@ def differing_tensors(
             differing.append(name)
             continue
         elements = elements_at(source, rank, indices)
-        if not comparison.agrees(name, elements, source.dtype, values):
+        if not comparison.are_equal(name, elements, source.dtype, values):
             differing.append(name)
     return differing
 
 
 def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[str]]:
-    """Compare a few elements of an adapter's base with the tensors in `file`.
+    """Compare the samples in the record of an adapter with the tensors in `file`.
 
     Returns the number of compared tensors and the names of those that differ. Tensors that the file
-    lacks, or has quantised, are left out.
+    lacks, or has quantised, are not compared.
     """
     if record.base is None:
         return 0, []
@@ -223,7 +232,7 @@ def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[
         elements = {}
         for index in indices:
             elements[str(index)] = float(file.read(stored_name, index, index + 1))
-        if not comparison.agrees(name, elements, dtype, values):
+        if not comparison.are_equal(name, elements, dtype, values):
             differing.append(name)
     return compared, differing
 
@@ -234,11 +243,18 @@ def _fit(indices: Iterable[int], numel: int) -> bool:
 
 @dataclass(frozen=True)
 class _BaseComparison:
-    """Compares elements of a base with those that an adapter's record has."""
+    """Compares elements of a base with those in the record of an adapter.
 
-    dtype: torch.dtype  # of the recorded base
+    Attributes:
+        dtype: the dtype of the recorded base.
+        adapted_paths: paths of modules, with all layers that the adapter changes.
+        is_changed: True if the initialisation of the adapter changes the base, so that its last
+            digits can differ.
+    """
+
+    dtype: torch.dtype
     adapted_paths: frozenset[str]
-    is_changed: bool  # by the initialisation of the adapter, so the last digits may differ
+    is_changed: bool
 
     @staticmethod
     def with_base(record: PartRecord, is_changed: bool) -> "_BaseComparison":
@@ -246,17 +262,18 @@ class _BaseComparison:
         dtype = getattr(torch, name, torch.float32)
         return _BaseComparison(dtype, _adapted_paths(record), is_changed)
 
-    def agrees(
+    def are_equal(
         self,
         name: str,
         elements: Mapping[str, float],
         dtype: torch.dtype,
         recorded: Mapping[str, float],
     ) -> bool:
-        """Check whether elements of a tensor equal the recorded ones in the coarser of both dtypes.
+        """Check whether elements of the tensor `name` equal the recorded ones.
 
-        Equal dtypes are compared exactly, except in adapted layers: merging and unmerging changes
-        the last digits.
+        If both dtypes are equal, elements are compared exactly. Otherwise they are compared in the
+        precision of the coarser dtype. So are the elements of adapted layers, because merging and
+        unmerging an adapter changes the last digits.
         """
         is_adapted = name.rpartition(".")[0] in self.adapted_paths
         tolerance = 0.0
@@ -268,9 +285,10 @@ class _BaseComparison:
 
 
 def _adapted_paths(record: PartRecord) -> frozenset[str]:
-    """Return all prefixes of the paths of the adapter's tensors in the base model.
+    """Return the paths in the base model of all modules around the adapter's tensors.
 
-    The adapted layers are among them.
+    The adapted layers are among them. For example, a tensor "layers.0.q_proj.lora_A.weight" gives
+    "layers", "layers.0", "layers.0.q_proj" and "layers.0.q_proj.lora_A".
     """
     paths = set()
     for tensor in record.tensors:
@@ -287,9 +305,9 @@ def are_near(
     tolerance: float,
     is_adapted: bool,
 ) -> bool:
-    """Check whether elements differ by at most `tolerance` times their size.
+    """Check whether elements differ from the recorded ones by at most `tolerance` times their size.
 
-    In an adapted layer, each size counts as at least 1/4 of the largest.
+    A size is an absolute value. In an adapted layer, it counts as at least 1/4 of the largest one.
     """
     min_size = 1e-6
     if is_adapted:
@@ -297,7 +315,7 @@ def are_near(
     for index, value in elements.items():
         expected = recorded[index]
         limit = tolerance * max(abs(expected), min_size)
-        # infinities are equal, though their difference is NaN
+        # Equal infinities are equal, but their difference is NaN.
         if value != expected and not abs(value - expected) <= limit:
             return False
     return True

@@ -1,6 +1,6 @@
-"""Detection of changes to the base of a run's adapters.
+"""Detects changes to the base of a run's adapters.
 
-A resume starts from the unchanged base.
+A checkpoint of adapters alone is resumed on the unchanged base, so a change would be lost.
 """
 
 from contextlib import suppress
@@ -18,16 +18,16 @@ from ft_ckpt.ranks.wrappers import ModelTensors, unwrap
 
 
 class BaseWatch:
-    """Samples of the base of one model, with which later ones are compared."""
+    """Samples the base of one model, and compares it with these samples later."""
 
     def __init__(self, attribute: str | None = None) -> None:
-        """Watch the base below the submodule `attribute`, or below the model itself for None."""
+        """Watch the base in the submodule `attribute`. None is the model itself."""
         self._attribute = attribute
         self._model: ref[nn.Module] | None = None
         self._samples: dict[str, dict[str, float]] = {}
-        self._tolerances: dict[str, float] = {}  # relative, by tensor name
+        self._tolerances: dict[str, float] = {}  # relative tolerances, by name of the tensor
 
-    def note_base(self, model: nn.Module, rank: int) -> None:
+    def sample_base(self, model: nn.Module, rank: int) -> None:
         """Sample the base of `model`, unless it was the last one sampled."""
         if self._has_sampled(model):
             return
@@ -45,7 +45,7 @@ class BaseWatch:
         return self._model is not None and self._model() is unwrap(model)
 
     def changed_layers(self, model: nn.Module, rank: int) -> list[str]:
-        """Name the base tensors whose samples have changed since `note_base` took them."""
+        """Return the names of base tensors whose samples have changed since `sample_base`."""
         if not self._has_sampled(model) or not self._samples:
             return []
         refuse_merged(unwrap(model))
@@ -60,7 +60,7 @@ class BaseWatch:
         return changed
 
     def refuse_changed(self, model: nn.Module, rank: int) -> None:
-        """Raise SelectionError if the base has changed: an adapter alone would lose the change."""
+        """Raise SelectionError if the base has changed. The adapter alone would lose the change."""
         changed = self.changed_layers(model, rank)
         if changed:
             raise SelectionError(
@@ -71,13 +71,14 @@ class BaseWatch:
     def is_left_out(
         self, model: nn.Module, alone: bool, adapter_only: bool | None, ranks: Ranks
     ) -> bool:
-        """Check whether a checkpoint of a run omits the base: `adapter_only`, by default `alone`.
+        """Check whether a checkpoint of a run leaves out the base. Call it on every rank.
 
-        `alone`: only adapters are trained. A base that has changed, as under ReLoRA, is saved with
-        the adapters; raises SelectionError instead if `adapter_only` is True. Collective: call it
-        on every rank.
+        `adapter_only` is the user's choice. If it is None, the base is left out if only adapters
+        are trained (`alone`). But a base that has changed, as under ReLoRA, is saved with the
+        adapters. If `adapter_only` is True, raises SelectionError instead.
         """
-        if not (alone if adapter_only is None else adapter_only):
+        leaves_out = alone if adapter_only is None else adapter_only
+        if not leaves_out:
             return False
         changed, error = ranks.attempt(lambda: self.changed_layers(model, ranks.rank))
         names = ranks.agree(

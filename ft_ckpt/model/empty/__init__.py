@@ -1,7 +1,8 @@
-"""Models without weights, made of a config.
+"""Makes models without weights from a config.
 
-Nothing here reads a tensor. Begin at `pretrained`, the model of a folder; `diffusers` makes those
-of diffusers, `on_meta` gives names and shapes alone.
+Nothing here reads a tensor. Begin at `pretrained`, which makes the transformers model of a folder.
+`diffusers` makes models of diffusers. `on_meta` returns only the names and shapes of a model's
+tensors.
 """
 
 import lazy_loader

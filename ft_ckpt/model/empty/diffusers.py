@@ -1,4 +1,4 @@
-"""Models of diffusers: the config.json of a save, and the empty model that a load makes of it.
+"""Writes the config.json of diffusers' models, and makes the empty model from it.
 
 Only a load imports diffusers.
 """
@@ -23,20 +23,19 @@ from ft_ckpt.storage.local import LocalStore
 
 
 def is_diffusers(module: nn.Module) -> bool:
-    """Check for a model of diffusers, also inside a PeftModel."""
+    """Check whether a module is a model of diffusers, or a PeftModel around one."""
     return library_of(model_below(module)) is DIFFUSERS
 
 
 def write_config(folder: Path, part: Part) -> None:
     """Write the config.json of a model into the existing `folder`, without local paths.
 
-    The live config is unchanged.
-
-    Raises CompanionError when the config refuses to be saved, or when `from_pretrained` would make
-    of it a model with other tensors than the stored ones.
+    The live config is not changed. Raises CompanionError when the config refuses to be saved, or
+    when `from_pretrained` would make a model from it that has other tensors than the stored ones.
     """
     cls = user_class(type(part.module))
-    # diffusers writes the class of the instance, which FSDP2 replaces
+    # diffusers writes the name of the class, which FSDP2 replaces. So an instance of the user's
+    # class writes the config.
     instance: Any = object.__new__(cls)
     nn.Module.__init__(instance)
     instance._internal_dict = copy.deepcopy(part.module._internal_dict)
@@ -55,7 +54,7 @@ def write_config(folder: Path, part: Part) -> None:
 
 
 def _refuse_other_tensors(part: Part, cls: Any, text: str) -> None:
-    """Raise CompanionError if the config `text` makes a model with other tensors than stored."""
+    """Raise CompanionError if a model made from the config `text` has other tensors than stored."""
     stored = {entry.name: entry.shape for entry in part.entries}
     aliases: set[str] = set()
     for names in part.ties:
@@ -77,7 +76,7 @@ def _refuse_other_tensors(part: Part, cls: Any, text: str) -> None:
         )
 
 
-@lru_cache(maxsize=4)  # once for all checkpoints of a run: large models take a second
+@lru_cache(maxsize=4)  # so that a run makes the model once, because a large one takes a second
 def _shapes_of_config(cls: Any, text: str) -> Mapping[str, tuple[int, ...]]:
     try:
         model = empty_of_config(cls, json.loads(text))
@@ -89,9 +88,9 @@ def _shapes_of_config(cls: Any, text: str) -> Mapping[str, tuple[int, ...]]:
 
 
 def diffusers_class(name: str, classes: Mapping[str, type]) -> Any:
-    """Return the class `name` of `classes` or diffusers.
+    """Return the class `name` of `classes`, or else of diffusers.
 
-    Raises LoadError if there is none, or diffusers is not installed.
+    Raises LoadError if there is none, or if diffusers is not installed.
     """
     if name in classes:
         return classes[name]
@@ -111,7 +110,7 @@ def diffusers_class(name: str, classes: Mapping[str, type]) -> Any:
 
 
 def empty_of_config(cls: Any, config: Mapping[str, Any]) -> Any:
-    """Make a model of this config without memory for its parameters; buffers have their values."""
+    """Make a model from this config, without memory for its parameters. Buffers have values."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -119,10 +118,10 @@ def empty_of_config(cls: Any, config: Mapping[str, Any]) -> Any:
 
 
 def model_on_file(config: Mapping[str, Any], file: TensorFile, source: str) -> nn.Module:
-    """Make the model of this config, in eval mode, on the tensors of `file`.
+    """Make the model of this config, in eval mode, whose parameters are the tensors of `file`.
 
-    `source` is the place of the file in messages. Raises LoadError for a quantised model, and
-    naming the tensors that do not fit.
+    `source` is the path or URL of the file, for messages. Raises LoadError for a quantised model,
+    and naming the tensors that do not fit.
     """
     if config.get("quantization_config"):
         raise LoadError(

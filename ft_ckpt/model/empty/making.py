@@ -1,4 +1,9 @@
-"""Models that transformers makes in a load: without memory, bounded in size, in stored dtypes."""
+"""Changes how transformers makes models during a load.
+
+`without_memory` makes parameters without memory, `limit_parameters` bounds the size of a model, and
+`listing_own` loads tensors in their stored dtypes. Each replaces a method of nn.Module in its
+`with` block, for all modules of the process.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +20,14 @@ from ft_ckpt.model.tensors import converted_entries, is_pretrained
 from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.ranks.wrappers import ModelTensors
 
-_MAX_ELEMENTS = 1 << 27  # of a buffer, such as a causal mask of 11,000 positions
+# The largest buffer that a model can make, for example a causal mask of 11,000 positions.
+_MAX_ELEMENTS = 1 << 27
 _FACTORIES = frozenset((torch.ones, torch.zeros, torch.full, torch.arange, torch.rand, torch.randn))
 
 
 @contextmanager
 def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace `method` of nn.Module in the block, for all modules of the process."""
+    """Replace `method` of nn.Module in the `with` block, for all modules of the process."""
     original = getattr(nn.Module, method)
     setattr(nn.Module, method, function)
     try:
@@ -32,7 +38,7 @@ def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Make transformers models in the block without memory for parameters.
+    """Make transformers models in the `with` block without memory for parameters.
 
     Buffers get their values.
     """
@@ -49,15 +55,15 @@ def without_memory() -> Iterator[None]:
 
 @contextmanager
 def _leaving_parameters_unfilled() -> Iterator[None]:
-    """Let transformers initialise only buffers in the block.
+    """Let transformers initialise only buffers in the `with` block.
 
-    To initialise parameters would cost more than mapping a model.
+    Initialising parameters would take longer than mapping a model.
     """
     register = nn.Module.register_parameter
 
     def mark_filled(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
-            # already set if a tied parameter is registered again
+            # A tied parameter that is registered again has the mark already.
             vars(param).pop("_is_hf_initialized", None)
         register(module, name, param)
         if param is not None:
@@ -69,10 +75,10 @@ def _leaving_parameters_unfilled() -> Iterator[None]:
 
 @contextmanager
 def limit_parameters(parameters: int, source: str) -> Iterator[None]:
-    """Raise LoadError, in the block, for a model of more than `parameters` parameters.
+    """Raise LoadError in the `with` block for a model of more than `parameters` parameters.
 
-    A huge buffer is refused as well. The error names `source`, and is raised before memory is
-    allocated: parameters have no memory, buffers do.
+    A buffer of more than _MAX_ELEMENTS elements is refused as well. The error is raised before
+    memory is allocated. `source` is the name of the config in the error.
     """
     register = nn.Module.register_parameter
     count = 0
@@ -92,7 +98,7 @@ def limit_parameters(parameters: int, source: str) -> Iterator[None]:
 
 
 class _BoundedFactories(TorchFunctionMode):
-    """Raises LoadError for factory calls of more than _MAX_ELEMENTS elements.
+    """Raises LoadError for calls such as `torch.zeros` of more than _MAX_ELEMENTS elements.
 
     The error is raised before memory is allocated.
     """
@@ -117,11 +123,11 @@ class _BoundedFactories(TorchFunctionMode):
 
 @contextmanager
 def listing_own(record: PartRecord) -> Iterator[None]:
-    """Limit state dicts of transformers models in the block to parameters and buffers.
+    """Change the state dicts of transformers models in the `with` block, for its loader.
 
-    The tensors have the stored dtypes. transformers' loader assigns every entry of a state dict as
-    a tensor, and rounds each tensor to the config's dtype unless the state dict has the stored
-    dtype.
+    They have parameters and buffers only, because the loader assigns every entry as a tensor. Their
+    tensors have the stored dtypes, because the loader rounds any other tensor to the dtype of the
+    config.
     """
     whole_state_dict = nn.Module.state_dict
 
@@ -132,7 +138,7 @@ def listing_own(record: PartRecord) -> Iterator[None]:
         sources = {name: source for name, source in all_sources.items() if not source.is_added}
         tensors = {name: source.live.detach() for name, source in sources.items()}
         if not any(tensor.is_meta for tensor in tensors.values()):
-            return tensors  # already loaded
+            return tensors  # the model is loaded already
         dtypes = _stored_dtypes(module, sources, record)
         for name, tensor in tensors.items():
             if tensor.is_meta:
@@ -146,9 +152,9 @@ def listing_own(record: PartRecord) -> Iterator[None]:
 def _stored_dtypes(
     module: nn.Module, sources: Mapping[str, Source], record: PartRecord
 ) -> dict[str, torch.dtype]:
-    """Return the stored dtypes of the model's tensors by name.
+    """Return the stored dtype of each tensor of the model, by name.
 
-    A tensor that is stored as several has their promoted dtype.
+    If a tensor is stored as several, it is the dtype to which theirs are promoted.
     """
     stored = {tensor.name: dtype_of(tensor.dtype) for tensor in record.tensors}
     dtypes: dict[str, torch.dtype] = {}

@@ -1,7 +1,8 @@
-"""The names and shapes of the model that transformers makes of a config, on the meta device.
+"""Finds the names and shapes of the tensors of the model that transformers makes from a config.
 
-A background save does this during the training. Nothing here changes the state of the process:
-torch's default dtype, its random numbers and the methods of its classes stay as they are.
+The model is made on the meta device. A background save does this during the training, so nothing
+here changes the state of the process. torch's default dtype, its random numbers and the methods of
+its classes stay as they are.
 """
 
 import json
@@ -20,7 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def read_config(config_class: Any, text: str) -> Any:
-    """Read the config as `from_pretrained` reads it from a folder."""
+    """Read a config from its text, as `from_pretrained` reads it from a folder."""
     settings = _without_dtypes(json.loads(text))
     with temporary_store() as store:
         store.write("config.json", json.dumps(settings).encode())
@@ -28,21 +29,28 @@ def read_config(config_class: Any, text: str) -> Any:
 
 
 def _without_dtypes(settings: Any) -> Any:
-    """Remove dtypes from the settings.
+    """Return the settings without dtypes.
 
-    With them transformers would make parts of the model under torch's default dtype.
+    With a dtype, transformers would change torch's default dtype while it makes parts of the model.
     """
     if not isinstance(settings, dict):
         return settings
-    kept = {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
-    return {key: _without_dtypes(value) for key, value in kept.items()}
+    kept = {}
+    for key, value in settings.items():
+        if key not in ("dtype", "torch_dtype"):
+            kept[key] = _without_dtypes(value)
+    return kept
 
 
 def shapes_of_new(
     cls: Any, config: Any, arguments: Mapping[str, Any]
 ) -> tuple[Shapes, re.Pattern[str] | None]:
-    """Return the shapes of a new model's tensors, and a pattern of those that files may lack."""
-    # both modes are of this thread
+    """Return the shapes of the tensors of a new model, by name.
+
+    Also returns a pattern of the names that the files of the model need not have, or None.
+    `arguments` are keyword arguments of the class.
+    """
+    # Both modes apply to this thread only.
     with torch.device("meta"), _AsFromPretrained(), _without_partitions():
         model = cls(config, **arguments)
     sources = ModelTensors(model).sources(allow_meta=True)
@@ -53,7 +61,7 @@ def shapes_of_new(
     return shapes, re.compile("|".join(f"({pattern})" for pattern in optional))
 
 
-# Functions that draw numbers; not all of them follow `torch.device("meta")`.
+# These draw random numbers. Not all of them follow `torch.device("meta")`.
 _DRAWING_METHODS = frozenset(
     (
         torch.Tensor.uniform_,
@@ -72,10 +80,11 @@ _DRAWING_FACTORIES = frozenset(
 
 
 class _AsFromPretrained(TorchFunctionMode):
-    """In the block, this thread draws no random numbers of the process.
+    """Draws random numbers in this thread from a generator of its own.
 
-    The training draws from the same generators. `torch.linspace` makes real numbers, which models
-    read when they are made; `from_pretrained` makes the same exception.
+    Otherwise the random numbers of the training, which uses the same generators of the process,
+    would change. `torch.linspace` makes a tensor on the CPU, because models read its values when
+    they are made. `from_pretrained` makes the same exception.
     """
 
     def __init__(self) -> None:
@@ -106,15 +115,15 @@ class _AsFromPretrained(TorchFunctionMode):
             return all(tensor.device.type == "cpu" for tensor in tensors)
         device = arguments.get("device")
         if device is None:
-            return func is torch.normal  # which torch's own mode leaves on the host
+            return func is torch.normal  # `torch.device("meta")` does not apply to it
         return torch.device(device).type == "cpu"
 
 
 def _without_partitions() -> Any:
-    """Keep transformers from partitioning a new model over the ranks in the block.
+    """Keep transformers from partitioning a new model over the ranks in the `with` block.
 
-    Under DeepSpeed's ZeRO-3 transformers would do so. The flag holds for the process; only a model
-    that the script makes at this moment would notice.
+    It would do so under DeepSpeed's ZeRO-3. Its flag applies to the whole process, so a model that
+    the script makes at the same moment is not partitioned either.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.modeling_utils import set_zero3_state

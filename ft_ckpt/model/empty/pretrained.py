@@ -1,6 +1,7 @@
-"""Empty transformers models, made from their folder.
+"""Makes empty transformers models from their folder.
 
-Only known classes are made, and the stored tensors bound their size.
+Only classes of transformers are made. The number of stored tensors limits their size, so that a
+damaged config cannot ask for a huge model.
 """
 
 import json
@@ -22,8 +23,9 @@ from ft_ckpt.storage import Store, read_text
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, local_folder
 
-# a stored tensor may be split, and a parameter may be registered more than once
-_PARAMETERS_A_TENSOR = 16
+# A model registers at most so many parameters for each stored tensor. A stored tensor can be split,
+# and a parameter can be registered more than once.
+_PARAMETERS_PER_TENSOR = 16
 
 
 def transformers_class(name: str) -> Any:
@@ -35,10 +37,10 @@ def transformers_class(name: str) -> Any:
 
 
 def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
-    """Return the auto class of a model with custom code.
+    """Return the auto class of transformers that loads a model with custom code.
 
-    transformers runs such code only with `trust_remote_code`. Raises LoadError if the model has
-    none.
+    It runs such code only with `trust_remote_code`. Raises LoadError if the model has no custom
+    code.
     """
     import transformers
 
@@ -53,7 +55,7 @@ def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
 
 
 def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
-    """Read config.json. Raises LoadError for absurd counts, such as a billion layers."""
+    """Read the config.json of a part. Raises LoadError for absurd counts, as a billion layers."""
     config: dict[str, Any] = json.loads(read_text(store, path_in_part(record, "config.json")))
     absurd = absurd_counts(config)
     if absurd:
@@ -65,14 +67,14 @@ def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
 
 
 def max_parameters(record: PartRecord) -> int:
-    """Return an upper bound on the parameters of any model with the stored tensors."""
-    return _PARAMETERS_A_TENSOR * (len(record.tensors) + 256)
+    """Return an upper bound on the number of parameters of a model with the stored tensors."""
+    return _PARAMETERS_PER_TENSOR * (len(record.tensors) + 256)
 
 
 def empty_model(cls: Any, checkpoint: OpenCheckpoint, record: PartRecord) -> Any:
-    """Make the model without memory for its parameters.
+    """Make the model of a part, without memory for its parameters.
 
-    Returns None if transformers must load it itself.
+    Returns None if transformers must load the model itself.
     """
     from transformers import AutoConfig
 
@@ -83,7 +85,7 @@ def empty_model(cls: Any, checkpoint: OpenCheckpoint, record: PartRecord) -> Any
             model = cls(config)
         sources = ModelTensors(model).sources(allow_meta=True)
         if not made_by_class(model).isdisjoint(sources):
-            return None  # transformers computes their values when it loads
+            return None  # only transformers' loader computes the values of such tensors
         if not stored_as_in_memory(model, sources):
             return None
         if any(tensor.name not in sources for tensor in record.tensors):
@@ -109,9 +111,10 @@ def part_folder(
     record: PartRecord,
     is_read: Callable[[str], bool] = lambda name: True,
 ) -> AbstractContextManager[Path]:
-    """Yield a local path of a part's folder, for libraries that read the files `is_read`.
+    """Yield a local path of a part's folder, for libraries that read its files.
 
-    In a bucket, those files are downloaded, without subfolders, which belong to other parts.
+    From a bucket, the files whose names are accepted by `is_read` are downloaded. Subfolders are
+    not, because they belong to other parts.
     """
     place = Place(checkpoint.store, record.path)
     return local_folder(place, lambda name: "/" not in name and is_read(name))
@@ -120,7 +123,10 @@ def part_folder(
 def add_origin(
     model: nn.Module, read_from: Path, checkpoint: OpenCheckpoint, record: PartRecord
 ) -> None:
-    """Set `name_or_path` of transformers models and their configs to the original folder."""
+    """Set `name_or_path` of transformers models and their configs to the folder of the part.
+
+    Its present value is `read_from`, which is a temporary copy if the checkpoint is in a bucket.
+    """
     origin = checkpoint.place.folder.where(record.path)
     for module in model.modules():
         owners: list[Any] = [module, getattr(module, "config", None)]
@@ -130,9 +136,9 @@ def add_origin(
 
 
 def add_folder_settings(model: Any, folder: Path) -> None:
-    """Set the generation config and `name_or_path` of a model, as `folder` has them.
+    """Give a model that was made from the config in `folder` what `from_pretrained` would add.
 
-    The model was built from the config in the folder.
+    That is its generation config and `name_or_path`.
     """
     from transformers import GenerationConfig
 

@@ -1,7 +1,7 @@
-"""Folders of weights: their files as one file of tensors, and the settings that lie with them.
+"""Opens folders of weights as one file of tensors, and compares the settings that lie with them.
 
-Nothing here makes a model. Begin at `folder`; `settings` compares what affects the output of a
-model.
+Nothing here makes a model. Begin at `folder`, which opens a folder. Then `settings` compares
+everything but tensors that affects the output of a model.
 """
 
 import lazy_loader

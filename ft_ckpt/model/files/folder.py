@@ -1,6 +1,7 @@
-"""Folders of weights, opened as one file of tensors.
+"""Opens folders of weights as one file of tensors.
 
-They are Hugging Face folders, sharded or not, and checkpoints of ft_ckpt.
+These are Hugging Face folders, sharded or not, checkpoints of ft_ckpt, and folders of other
+formats.
 """
 
 import re
@@ -32,8 +33,8 @@ from ft_ckpt.storage import Store, Stored
 from ft_ckpt.storage.local import leads_out
 from ft_ckpt.storage.places import Place
 
-# Files that hold weights or training state in some format; all other files of a folder are sidecar
-# files.
+# Files with these endings have weights or training state in some format. All other files of a
+# folder are sidecar files.
 _BULK = re.compile(
     r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|keras|distcp|npz|npy|index)$"
 )
@@ -41,28 +42,37 @@ _BULK = re.compile(
 
 @dataclass(frozen=True, eq=False)
 class FolderPart:
-    """One loadable part of a folder: path, kind, and its weights as one file."""
+    """One part of a folder: a model, an adapter or a plain module.
 
-    path: str  # relative to the folder, "" for the folder itself
-    kind: str  # "model" | "adapter" | "module"
+    Attributes:
+        path: its folder, relative to the opened folder. "" is the opened folder itself.
+        kind: "model", "adapter" or "module".
+        file: its weights, as one file.
+        record: its record in the manifest, if the folder is a checkpoint of ft_ckpt.
+        stem: name of its weight files without ending and shard number, if their library has the
+            same name for all formats. Else "".
+    """
+
+    path: str
+    kind: str
     file: TensorFile
-    record: PartRecord | None = None  # if the folder is a checkpoint of ft_ckpt
-    stem: str = ""  # of its weight files, if their library has one name for all formats
+    record: PartRecord | None = None
+    stem: str = ""
 
     @property
     def prefix(self) -> str:
-        """The prefix that makes the names of its tensors unique among the parts."""
+        """A prefix for the names of its tensors, which makes them unique among the parts."""
         return f"{self.path.replace('/', '.')}." if self.path else ""
 
     def stem_in(self, tensor_format: TensorFormat) -> str:
-        """Return the name of its weight files in another format, without ending and number."""
+        """Return the stem of its weight files in another format."""
         if self.stem:
             return self.stem
         return ADAPTER_FILE if self.kind == "adapter" else tensor_format.model_stems[0]
 
 
 class WeightsFolder(JoinedFile):
-    """A folder with config and weights, as one file of all its `parts`."""
+    """A folder of weights as one file, with the tensors of all its `parts`."""
 
     def __init__(
         self, place: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None
@@ -78,10 +88,14 @@ class WeightsFolder(JoinedFile):
         return Place(self.store, part.path).folder
 
     def companions(self) -> tuple[list[Stored], list[str]]:
-        """List the sidecar files that fit weights of any format, and the names of the others."""
+        """List the sidecar files, which can be copied next to weights of any format.
+
+        Also returns the names of the other files, which have weights, their index or training
+        state. Hidden files, and files that the manifest does not list, are left out of both.
+        """
         files = self.store.list()
         weight_names = self._weight_names()
-        # a dual file has two names
+        # A file can have two names, one for each of two formats. So files are compared by version.
         weight_versions = {file.version for file in files if file.name in weight_names}
         listed: set[str] | None = None
         state_folders: tuple[str, ...] = ()
@@ -122,17 +136,19 @@ class WeightsFolder(JoinedFile):
 def differing_parts(
     first: WeightsFolder, first_part: FolderPart, second: WeightsFolder, second_part: FolderPart
 ) -> list[Difference]:
-    """List the settings that differ between a part of two folders and change the output.
+    """List the settings that differ between parts of two folders and change the output.
 
     Values are text. Raises CorruptError for a settings file that cannot be parsed.
     """
     differences = []
-    records = first_part.record, second_part.record
-    if first_part.kind == "module" and records[0] is not None and records[1] is not None:
-        before, after = records[0].class_name, records[1].class_name
-        if before != after:  # plain modules have no settings file
+    first_record, second_record = first_part.record, second_part.record
+    # Plain modules have no settings file, so their classes are compared.
+    if first_part.kind == "module" and first_record is not None and second_record is not None:
+        before, after = first_record.class_name, second_record.class_name
+        if before != after:
             differences.append(("class", before, after))
-    first_store, second_store = first.store_of(first_part), second.store_of(second_part)
+    first_store = first.store_of(first_part)
+    second_store = second.store_of(second_part)
     return [*differences, *differing_settings(first_store, second_store, first_part.kind)]
 
 
@@ -170,8 +186,8 @@ def _open_any_folder(place: Place) -> TensorFile:
 
 
 def _open_foreign_folder(place: Place) -> TensorFile | None:
-    """Open a folder of another program; return None if no format recognises it."""
-    # the more specific of two matching formats is registered later
+    """Open a folder of another program. Return None if no format recognises it."""
+    # If two formats match, the more specific one is registered later.
     for tensor_format in reversed(tensor_formats()):
         opened = tensor_format.open_folder(place)
         if opened is not None:

@@ -1,4 +1,4 @@
-"""The weight files in a folder: which ones readers prefer, and several of them as one."""
+"""Finds the weight files in a folder that readers prefer, and opens several of them as one."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,10 @@ STEMS = {
 
 
 def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
-    """Find the weight files in `store` that readers prefer, and their index if there are shards."""
+    """Find the weight files in `store` that readers prefer.
+
+    Returns their names, and the name of their index if they are shards.
+    """
     present = {file.name for file in store.list_folder().objects}
     for name in _weight_file_names(kind):
         if name in present:
@@ -34,7 +37,7 @@ def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
 
 
 def _weight_file_names(kind: str) -> Iterator[str]:
-    """Yield the names that a weight file may have, in the order of preference of readers."""
+    """Yield the names that a weight file can have. Names that readers prefer come first."""
     for tensor_format in tensor_formats():
         if kind == "adapter":
             stems = STEMS["adapter"]
@@ -46,9 +49,9 @@ def _weight_file_names(kind: str) -> Iterator[str]:
 
 
 def library_stem(names: Iterable[str]) -> str:
-    """Return the stem of diffusers' weight files if the files `names` have it, else "".
+    """Return the stem of diffusers' weight files if one of the files `names` has it, else "".
 
-    Files of every format have that stem.
+    diffusers has the same stem for files of all formats.
     """
     file_names = [PurePosixPath(name).name for name in names]
     for stem in (DIFFUSERS_MODEL_FILE, DIFFUSERS_LORA_FILE):
@@ -70,7 +73,7 @@ def join_weight_files(store: Store, names: Iterable[str]) -> JoinedFile:
 
 
 def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:
-    """Read the file of each tensor from an index."""
+    """Read an index, which has the file of each tensor, by name."""
     try:
         weight_map: Any = json.loads(read_text(store, index))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
@@ -83,7 +86,7 @@ def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:
 
 
 def check_shard_index(store: Store, index: str, names: Sequence[str]) -> None:
-    """Raise CorruptError when shards lack tensors that are in the index."""
+    """Raise CorruptError when the shards `names` lack tensors that are in their index."""
     file = join_weight_files(store, names)
     lost = []
     for name in _read_weight_map(store, index):

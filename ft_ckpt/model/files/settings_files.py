@@ -8,20 +8,21 @@ from typing import Any
 from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.storage import Store, read_text
 
-EXTRA_FILE = "extra_state.json"  # non-tensor values of state dicts
-# a plain module has none
+EXTRA_FILE = "extra_state.json"  # has the non-tensor values of a state dict
+# The settings file of each kind of part. A plain module has none.
 SETTINGS_FILES = {"model": "config.json", "adapter": "adapter_config.json"}
-_MAX_COUNT = 1 << 16  # of layers, experts and the like in a config
+# No model has more layers, experts, heads or the like.
+_MAX_COUNT = 1 << 16
 _COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
 
 
 def text_of(store: Store, name: str) -> str | None:
-    """Read the text of a file; return None if there is none."""
+    """Read the text of a file. Return None if there is no such file."""
     return read_text(store, name) if store.stat(name) is not None else None
 
 
 def read_settings(store: Store, name: str) -> dict[str, Any] | None:
-    """Read the JSON object in a file; return None if there is none.
+    """Read the JSON object in a file. Return None if there is no such file, or if it has null.
 
     Raises CorruptError for other contents.
     """
@@ -30,7 +31,7 @@ def read_settings(store: Store, name: str) -> dict[str, Any] | None:
 
 
 def parse_settings(store: Store, name: str, text: str) -> dict[str, Any] | None:
-    """Parse the JSON object in the text of a file; return None for null.
+    """Parse the text of the file `name`, which is a JSON object. Return None for null.
 
     Raises CorruptError for other contents.
     """
@@ -51,7 +52,7 @@ def adapter_settings(store: Store) -> dict[str, Any]:
 
 
 def quantisation_of(store: Store) -> str | None:
-    """Return the field of config.json that describes a quantisation, or None if there is none."""
+    """Return the name of the field in config.json that describes a quantisation, or None."""
     settings = read_settings(store, "config.json") or {}
     for name in ("quantization_config", "compression_config"):
         if settings.get(name):
@@ -60,12 +61,12 @@ def quantisation_of(store: Store) -> str | None:
 
 
 def absurd_counts(config: Mapping[str, Any]) -> list[str]:
-    """Return the counts in a config that are too large for any model, as text."""
+    """Return a text for each count in a config that is too large for any model."""
     return [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MAX_COUNT]
 
 
 def _counts_in(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the counts in a config whose names match _COUNT, at any depth."""
+    """Yield the numbers of layers, heads and the like in a config, at any depth, by name."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _counts_in(inner, key)

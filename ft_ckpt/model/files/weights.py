@@ -17,7 +17,8 @@ from ft_ckpt.model.files.settings_files import EXTRA_FILE
 from ft_ckpt.ranks.moving import readers_here
 from ft_ckpt.storage import Store, read_text
 
-Weights = tuple[dict[str, Tensor], bool]  # tensors by name, and whether all are mapped
+# Tensors by name, and whether all of them are mapped.
+Weights = tuple[dict[str, Tensor], bool]
 
 
 def weight_names(record: PartRecord) -> list[str]:
@@ -37,23 +38,24 @@ def fetching_weights(
     mapped: bool | str = "auto",
     device: torch.device | None = None,
 ) -> Iterator[Callable[[], Weights]]:
-    """Read the tensors of weight files in a thread; yields a function that waits for them.
+    """Read the tensors of weight files in a thread. Yield a function that waits for them.
 
-    `device`: the tensors are read onto it. Leaving the block ends the read. Raises CorruptError for
-    a file with a damaged index.
+    If `device` is given, the tensors are read onto it. Leaving the `with` block ends the read.
+    Raises CorruptError for a file with a damaged index.
     """
     files = open_weights(store, names)
     with ThreadPoolExecutor(1, "ft_ckpt-supply") as pool, ExitStack() as stack:
         for file in files:
-            stack.callback(file.close)  # which ends the read
+            stack.callback(file.close)  # closing the file ends its read
         yield pool.submit(_read_files, files, mapped, device).result
 
 
 def read_weights(store: Store, names: Iterable[str], mapped: bool | str = "auto") -> Weights:
-    """Read the tensors of weight files by name, and tell whether all are mapped.
+    """Read the tensors of weight files, by name. Also return whether all of them are mapped.
 
-    `mapped`="auto" reads a file into memory if that is faster than page faults and no other process
-    of the launch on this machine can share the pages. Files that cannot be mapped are always read.
+    If `mapped` is "auto", a file is read into memory if that is faster than mapping it, and if no
+    other process of the launch on this machine could share the pages. Files that cannot be mapped
+    are always read.
     """
     return _read_files(open_weights(store, names), mapped, None)
 
@@ -74,7 +76,7 @@ def _read_files(
     are_mapped = True
     for file in files:
         reads = _reads_faster(file) if mapped == "auto" else not mapped
-        # compressed files are decompressed into memory
+        # Files with readers are compressed. They are decompressed into memory in any case.
         if (reads or not file.raw.can_map) and not file.readers:
             is_in_memory = file.raw.read_in()
             are_mapped &= not is_in_memory
@@ -99,7 +101,10 @@ def read_extra_values(store: Store, record: PartRecord) -> dict[str, Any]:
 
 
 def compare_torch_sums(store: Store, names: Iterable[str]) -> None:
-    """Compare the checksums in torch's files, which torch itself does not. Raises CorruptError."""
+    """Compare torch's files with the checksums in them. Raises CorruptError if they differ.
+
+    torch itself does not compare them.
+    """
     torch_format = format_named("torch")
     for name in names:
         if name.endswith(torch_format.suffixes):

@@ -1,7 +1,7 @@
 """Loads a committed checkpoint as a model, strictly.
 
-Nothing here runs code from a checkpoint. Begin at `loading`: its steps are in `request`, `models`
-and `report`; `attaching` adds adapters to their base.
+Nothing here runs code from a checkpoint. Begin at `loading`, whose steps are in `request`, `models`
+and `report`. `attaching` adds adapters to their base.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""The config of a stored adapter as PEFT reads it, and what is wrong with one that PEFT refuses."""
+"""Reads the config of a stored adapter with PEFT, and explains why PEFT refuses one."""
 
 import json
 import re
@@ -29,8 +29,8 @@ def read_adapter_config(
 ) -> Any:
     """Read the PeftConfig of an adapter, for inference.
 
-    With `base_is_stored`, the changed base is in the same checkpoint, and the initialisation of the
-    adapter must not change it again.
+    If `base_is_stored`, the base is in the same checkpoint, with the changes by the initialisation
+    of the adapter. Then the initialisation must not change it again.
     """
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -39,7 +39,8 @@ def read_adapter_config(
         part_folder(checkpoint, record, lambda name: name == _CONFIG_FILE) as folder,
     ):
         settings = adapter_settings(Place(checkpoint.store, record.path).folder)
-        # The class of the method: PeftConfig would skip its handling of older versions.
+        # The class of the method reads the config, because PeftConfig does not convert configs of
+        # older versions.
         config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
         config = config_class.from_pretrained(str(folder))
     config.inference_mode = True
@@ -52,7 +53,11 @@ def read_adapter_config(
 def explain_peft_errors(
     checkpoint: OpenCheckpoint, records: Sequence[PartRecord]
 ) -> Iterator[None]:
-    """Raise LoadError for errors of PEFT, naming invalid settings, or else the adapter configs."""
+    """Convert errors of PEFT in the `with` block to LoadError.
+
+    The LoadError names the invalid settings in the adapters' configs. If none is found, it names
+    the configs.
+    """
     try:
         yield
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):
@@ -70,7 +75,11 @@ def explain_peft_errors(
 
 
 def _invalid_settings(store: Store, file: str) -> list[str]:
-    """Name unknown methods, undeclared types and invalid patterns in the adapter config `file`."""
+    """Return a text for each invalid setting in the adapter config `file`.
+
+    A setting is invalid if it is an unknown method, a value of another type than PEFT declares, or
+    an invalid regular expression.
+    """
     import peft
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -79,7 +88,8 @@ def _invalid_settings(store: Store, file: str) -> list[str]:
         return ["no JSON object"]
     config_classes = {str(kind.value): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     method = settings.get("peft_type")
-    if method not in list(config_classes):  # a list: the value may be unhashable
+    # The value can be unhashable, so it is looked up in a list.
+    if method not in list(config_classes):
         return [f"peft_type: {short_repr(method)}, expected a method of PEFT {peft.__version__}"]
     hints = get_type_hints(config_classes[method])
     problems = []
@@ -111,8 +121,12 @@ def _is_pattern(text: str) -> bool:
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
-    """Check whether a JSON value is of an annotated type; unsupported annotations accept all."""
-    kind, arguments = get_origin(hint), get_args(hint)
+    """Check whether a JSON value is of an annotated type.
+
+    Returns True for annotations that are not supported here.
+    """
+    kind = get_origin(hint)
+    arguments = get_args(hint)
     if kind in (Union, UnionType):
         return any(_is_of_type(value, argument) for argument in arguments)
     if kind is Literal:

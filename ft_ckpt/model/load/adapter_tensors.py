@@ -1,4 +1,4 @@
-"""Copies stored adapter tensors into the adapters of a PeftModel, and compares both."""
+"""Copies the stored tensors of adapters into a PeftModel, and compares them with the result."""
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import closing
@@ -18,22 +18,27 @@ from ft_ckpt.model.tensors import PREFIX, Entry, View, peft_name
 from ft_ckpt.ranks.sharding import Source, give_memory
 from ft_ckpt.ranks.wrappers import ModelTensors
 
-StoredTensors = Mapping[str, Mapping[str, Tensor]]  # by adapter and by name
+# The stored tensors of each adapter, by name.
+StoredTensors = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class _LiveAdapters:
-    """The tensors of a PeftModel by the names under which they are stored."""
+    """The tensors of a PeftModel.
 
-    entries: Mapping[str, Mapping[str, Entry]]  # of each adapter
+    `entries` has the entries of each adapter by stored name. `base` has the tensors of the base,
+    both by their names in the base with PEFT's prefix and by their names in the model.
+    """
+
+    entries: Mapping[str, Mapping[str, Entry]]
     base: Mapping[str, Source]
 
 
 def fill_adapters(model: Any, checkpoint: OpenCheckpoint, records: Sequence[PartRecord]) -> None:
-    """Copy the stored tensors into the adapters of `model` by name, and compare both.
+    """Copy the stored tensors into the adapters of `model` by name, and compare the result.
 
     Tensors that PEFT computes when it saves, such as pruned ranks, are loaded by PEFT. Raises
-    LoadError naming every tensor that does not fit, or that the live adapter has with other values.
+    LoadError naming every tensor that does not fit, or that has other values once it is loaded.
     """
     from peft import set_peft_model_state_dict
 
@@ -50,7 +55,8 @@ def fill_adapters(model: Any, checkpoint: OpenCheckpoint, records: Sequence[Part
             has_computed = True
             set_peft_model_state_dict(model, dict(tensors), adapter_name=adapter)
     if has_computed:
-        live = _live_adapters(model)  # PEFT has replaced layers whose ranks were pruned
+        # PEFT has replaced layers whose ranks were pruned, so the tensors are looked up again.
+        live = _live_adapters(model)
         targets = _find_targets(live, checkpoint, stored)
     for adapter, sources in targets.items():
         for name, source in sources.items():
@@ -73,11 +79,12 @@ def _live_adapters(model: Any) -> _LiveAdapters:
 def _stored_tensors(
     model: Any, checkpoint: OpenCheckpoint, record: PartRecord, expected: Set[str]
 ) -> dict[str, Tensor]:
-    """Read the tensors of an adapter, as the live one names them, if they are `expected`.
+    """Read the tensors of an adapter, by the names that the live adapter expects.
 
-    An adapter of transformers 4 has names and single experts of that version, which PEFT converts.
-    PEFT would also rename current names that look like older ones, so it gets only an adapter that
-    lacks names of the live one.
+    An adapter of transformers 4 has the names and the single experts of that version, and PEFT
+    converts them. But PEFT would also rename current names that look like older ones. So the
+    tensors are converted only if some of the `expected` names are missing, and if fewer are missing
+    afterwards.
     """
     files = weight_names(record)
     compare_torch_sums(checkpoint.store, files)
@@ -109,15 +116,16 @@ def _converted_by_peft(model: Any, adapter: str, tensors: dict[str, Tensor]) -> 
 def _find_targets(
     live: _LiveAdapters, checkpoint: OpenCheckpoint, stored: StoredTensors
 ) -> dict[str, dict[str, Source]]:
-    """Find the live tensor of each stored one by adapter, base tensors included.
+    """Find the live tensor that each stored tensor is copied into, by adapter and stored name.
 
-    Tensors that PEFT computes have none. Raises LoadError naming every tensor that is missing, has
-    no target, or has another shape or kind of dtype.
+    Stored tensors of the base are among them. Tensors that PEFT computes have no live tensor.
+    Raises LoadError naming every tensor that is missing, is not in the model, or has another shape
+    or kind of dtype (floating-point, complex, other).
     """
     stored_names: set[str] = set()
     for tensors in stored.values():
         stored_names.update(tensors)
-    stored_in_base = live.base.keys() & stored_names  # by one of the adapters
+    stored_in_base = live.base.keys() & stored_names  # one of the adapters has them
     problems: list[str] = []
     targets: dict[str, dict[str, Source]] = {}
     for adapter, tensors in stored.items():
@@ -153,7 +161,7 @@ def _are_of_one_kind(first: torch.dtype, second: torch.dtype) -> bool:
 
 @torch.no_grad()
 def _copy_exactly(live: Tensor, stored: Tensor) -> None:
-    """Overwrite a tensor, in the dtype of the stored one if its own would round."""
+    """Overwrite a tensor. It gets the dtype of the stored one if its own would round the values."""
     give_memory(live)
     if not _represents_all(live.dtype, stored.dtype):
         live.data = live.data.to(stored.dtype)
@@ -161,10 +169,11 @@ def _copy_exactly(live: Tensor, stored: Tensor) -> None:
 
 
 def _represents_all(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Check whether `dtype` represents all values of the dtype `stored`."""
+    """Check whether `dtype` can represent all values of the dtype `stored`."""
     if not stored.is_floating_point:
         return dtype == stored or torch.promote_types(dtype, stored) == dtype
-    limits, needed = torch.finfo(dtype), torch.finfo(stored)
+    limits = torch.finfo(dtype)
+    needed = torch.finfo(stored)
     is_as_precise = limits.eps <= needed.eps
     return is_as_precise and limits.max >= needed.max and limits.tiny <= needed.tiny
 
@@ -175,7 +184,7 @@ def _refuse_unfilled(
     stored: StoredTensors,
     targets: Mapping[str, Mapping[str, Source]],
 ) -> None:
-    """Raise LoadError naming the tensors of live adapters that differ from the stored ones."""
+    """Raise LoadError naming the tensors of live adapters that differ from the stored tensors."""
     problems = []
     for adapter, tensors in stored.items():
         values = {name: source.live for name, source in targets[adapter].items()}
@@ -194,7 +203,7 @@ def _refuse_unfilled(
 
 
 def _are_equal(live: Tensor, stored: Tensor) -> bool:
-    """Check whether a tensor has the stored values; NaN equals NaN."""
+    """Check whether a tensor has the stored values, where NaN equals NaN."""
     values = live.detach()
     expected = stored.to(values.device, values.dtype)
     is_same = (values == expected) | (values.isnan() & expected.isnan())

@@ -1,7 +1,7 @@
-"""Attachment of stored adapters to their base.
+"""Attaches stored adapters to their base.
 
-The base is compared with the recorded one, the adapters are made and filled, and the active ones
-are activated.
+The base is compared with the recorded one. PEFT makes the adapters, the stored tensors are copied
+into them, and those that were active in the save are activated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,13 +40,13 @@ def attach_adapters(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Attach the adapters in `records` to `model`.
 
-    The model is a base, or carries adapters of these names already. `base_is_stored` means that the
-    base is in the same checkpoint and contains the changes by its adapters' initialisation.
-    Otherwise a base that the initialisation changes is compared with the recorded base after that
-    change.
+    `model` is a base, or has adapters of these names already. `base_is_stored` means that the base
+    is in the same checkpoint, with the changes by the initialisation of its adapters. If
+    `check_base`, a base is compared with the recorded one. If the initialisation of the adapters
+    changes the base, the comparison comes after that change.
 
     Returns the model and notes for the report. Raises BaseMismatchError when sampled weights differ
-    from the recorded base, LoadError naming the tensors and settings that do not fit, or the
+    from the recorded base. Raises LoadError naming the tensors and settings that do not fit, or the
     adapters whose base cannot be recreated.
     """
     configs = {}
@@ -102,7 +102,7 @@ def _refuse_changed_base(
             "already, set init_lora_weights to true in the adapter's config"
         )
     if all(record.base and record.base.fingerprint for record in records):
-        return  # the base is compared with the recorded one
+        return  # The comparison with the recorded base decides.
     adapters = [part for part in checkpoint.manifest.parts if part.kind == "adapter"]
     if len(adapters) == 1:
         return
@@ -128,7 +128,10 @@ def _with_peft_names(record: PartRecord) -> PartRecord:
 
 
 def _make_adapter(model: Any, adapter: str, config: Any) -> Any:
-    """Make the PeftModel with an adapter of this name, whose tensors are filled later."""
+    """Return the PeftModel with an adapter of this name, which is made if it is missing.
+
+    The tensors of the adapter are filled later.
+    """
     from peft import PeftModel
     from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 
@@ -143,7 +146,7 @@ def _make_adapter(model: Any, adapter: str, config: Any) -> Any:
 def _resize_embeddings(
     model: Any, checkpoint: OpenCheckpoint, records: Sequence[PartRecord]
 ) -> tuple[str, ...]:
-    """Resize the embeddings of a base to the rows that the adapters store; return notes on it."""
+    """Resize the embeddings of a base to the rows that the adapters store. Return notes on it."""
     if is_peft_model(model):
         return ()
     rows = _stored_rows(model, records)
@@ -179,7 +182,7 @@ def _check_base(
 ) -> None:
     """Raise BaseMismatchError unless a base matches the one recorded for each adapter.
 
-    `is_changed`: by the initialisation of the adapters.
+    `is_changed` means that the initialisation of the adapters has changed the base.
     """
     for record in records:
         if record.base is not None:
@@ -194,7 +197,8 @@ def _check_recorded_base(
     is_changed: bool,
 ) -> None:
     adapter = str(record.adapter)
-    # If either base is quantised, the floating-point tensors decide.
+    # Quantised tensors cannot be compared. So if one of both bases is quantised, only its other
+    # tensors are compared.
     samples = identifying_samples(record)
     comparable = {}
     for name, values in samples.items():

@@ -1,4 +1,4 @@
-"""Loads the base model that adapters alone are attached to."""
+"""Loads the base model of adapters that are stored without it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,14 @@ from ft_ckpt.storage.places import Place, open_place
 def load_base(
     checkpoint: OpenCheckpoint, adapters: Sequence[PartRecord], options: LoadOptions
 ) -> nn.Module:
-    """Load the base model for `adapters`: `options.base` or the recorded one.
+    """Load the base model for `adapters`.
 
-    `options.base` is a module, folder or id. Custom code of the base runs only with
-    `trust_remote_code`; there is no prompt. A base in a checkpoint of ft_ckpt is compared with its
-    manifest, including all digests with `verify`. Raises LoadError when no base is known, it cannot
-    be loaded, or neither its files nor the adapters have one of its tensors; CorruptError when its
-    files are damaged.
+    It is `options.base` (a module, a folder or an id), or the recorded base if that is None. Custom
+    code of the base runs only with `trust_remote_code`. The user is never prompted for it. A base
+    in a checkpoint of ft_ckpt is compared with its manifest, and with all digests if `verify`.
+
+    Raises LoadError when no base is known, when it cannot be loaded, and when neither its files nor
+    the adapters have one of its tensors. Raises CorruptError when its files are damaged.
     """
     if isinstance(options.base, nn.Module):
         return options.base
@@ -55,9 +56,10 @@ def load_base(
 
 
 def _refuse_damaged_base(place: Place, verify: bool) -> None:
-    """Compare the files of a base in a folder with its manifest, or torch's files with their sums.
+    """Raise CorruptError if the files of a base in a folder are damaged.
 
-    An id has none.
+    The files of a checkpoint of ft_ckpt are compared with its manifest. In another folder, torch's
+    files are compared with their checksums. A base that is given by an id is not compared.
     """
     if not place.is_folder:
         return
@@ -76,9 +78,9 @@ def _refuse_damaged_base(place: Place, verify: bool) -> None:
 
 
 def _class_in_diffusers(place: Place) -> str | None:
-    """Return the class in diffusers of the model in the folder `place`.
+    """Return the name of the class of a model of diffusers in the folder `place`.
 
-    Returns None for another model, and if there is no folder.
+    Returns None for another model, and if there is no such folder.
     """
     if not place.is_folder or place.folder.stat("config.json") is None:
         return None
@@ -122,7 +124,7 @@ def _load_transformers(
 
 
 def _refuse_drawn(info: Mapping[str, Any], adapters: Sequence[PartRecord], source: str) -> None:
-    """Raise LoadError naming tensors that transformers drew at random and no adapter replaces.
+    """Raise LoadError naming the tensors that transformers drew at random and no adapter replaces.
 
     `info` is transformers' report of the load.
     """

@@ -1,4 +1,8 @@
-"""Puts stored tensors into a module: as its parameters, or into the memory of its own."""
+"""Puts stored tensors into a module.
+
+`put_tensors` makes the stored tensors the parameters of an empty module. `fill_module` copies the
+stored values into the memory of a module of the caller, which can be sharded.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -30,13 +34,21 @@ _Stored = TypeVar("_Stored")
 
 @dataclass(frozen=True, eq=False)
 class _ModuleComparison:
-    """The comparison of a part's files with a module."""
+    """The result of comparing a part's files with a module.
+
+    Attributes:
+        report: the names that are missing, unexpected or reshaped.
+        tensors: the tensors of the module.
+        live_shapes: their shapes, by name. None for other entries of the module's state dict.
+        fitting_names: names of the stored tensors that fit the module.
+        extra: the stored non-tensor values that fit the module, by name.
+    """
 
     report: LoadReport
     tensors: ModelTensors
-    live_shapes: Mapping[str, tuple[int, ...] | None]  # of the module; None for other entries
-    fitting: tuple[str, ...]  # names of stored tensors that fit the module
-    extra: Mapping[str, Any]  # non-tensor values that fit the module
+    live_shapes: Mapping[str, tuple[int, ...] | None]
+    fitting_names: tuple[str, ...]
+    extra: Mapping[str, Any]
 
     @property
     def module(self) -> nn.Module:
@@ -47,15 +59,15 @@ class _ModuleComparison:
 def put_tensors(
     module: nn.Module, record: PartRecord, tensors: dict[str, Tensor], store: Store, strict: bool
 ) -> LoadReport:
-    """Make stored tensors the parameters and buffers of `module`, ties included.
+    """Make stored tensors the parameters and buffers of `module`, and tie them as they were.
 
-    Raises LoadError naming every tensor that does not fit, if `strict`.
+    If `strict`, raises LoadError naming every tensor that does not fit.
     """
     stored = _with_aliases(record, tensors)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     comparison = _compare_stored(module, record, shapes, store, strict)
     requires_grad = {name: param.requires_grad for name, param in module.named_parameters()}
-    values: dict[str, Any] = {name: stored[name] for name in comparison.fitting}
+    values: dict[str, Any] = {name: stored[name] for name in comparison.fitting_names}
     values.update(comparison.extra)
     module.load_state_dict(values, strict=False, assign=True)
     _restore_added(comparison, values, strict)
@@ -74,26 +86,28 @@ def fill_module(
     """Overwrite parameters and buffers of `module` with the stored values, cast to their dtypes.
 
     Each rank reads its shard directly into the module's memory, a few blocks at a time. Tensors of
-    modules that override loading are read into temporary tensors and then loaded. Raises LoadError
-    naming every tensor that does not fit (if `strict`), is on the meta device, or would be
-    overwritten by its engine; CorruptError for a damaged file, after which the module may have part
-    of the values.
+    modules that override loading are read into temporary tensors and then loaded.
+
+    Raises LoadError naming every tensor that does not fit (if `strict`), that is on the meta
+    device, or that its engine would overwrite. Raises CorruptError for a damaged file. Some tensors
+    of the module can have been overwritten by then.
     """
-    places: dict[str, tuple[TensorFile, str]] = {}  # of a tensor: its file and name there
+    # The file of each tensor, and its stored name there.
+    stored_tensors: dict[str, tuple[TensorFile, str]] = {}
     for file in files:
         for name in file.specs:
-            places[name] = (file, name)
-    places = _with_aliases(record, places)
-    specs = {name: file.specs[stored_name] for name, (file, stored_name) in places.items()}
+            stored_tensors[name] = (file, name)
+    stored_tensors = _with_aliases(record, stored_tensors)
+    specs = {name: file.specs[stored_name] for name, (file, stored_name) in stored_tensors.items()}
     shapes = {name: spec.shape for name, spec in specs.items()}
     comparison = _compare_stored(module, record, shapes, store, strict)
     _refuse_meta(comparison)
     _refuse_masters(comparison)
     direct_targets = _direct_targets(comparison.tensors)
     requests = []
-    values: dict[str, Any] = {}  # of modules that override loading
-    for name in comparison.fitting:
-        file, stored_name = places[name]
+    values: dict[str, Any] = {}  # temporary tensors, for modules that override loading
+    for name in comparison.fitting_names:
+        file, stored_name = stored_tensors[name]
         dtype = getattr(torch, specs[name].dtype)
         target = direct_targets.get(name)
         if target is None:
@@ -109,7 +123,7 @@ def fill_module(
 
 
 def _with_aliases(record: PartRecord, stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
-    """Return the stored tensors by name, including the aliases of tied tensors."""
+    """Return `stored` with an entry for each further name of a tied tensor."""
     by_name = dict(stored)
     for stored_name, *aliases in record.ties:
         for alias in aliases:
@@ -125,9 +139,9 @@ def _compare_stored(
     store: Store,
     strict: bool,
 ) -> _ModuleComparison:
-    """Compare stored names and shapes with the module's.
+    """Compare stored names and shapes with those of the module.
 
-    Raises LoadError naming all differences, if `strict`.
+    If `strict`, raises LoadError naming all differences.
     """
     tensors = ModelTensors(module)
     live_shapes: dict[str, tuple[int, ...] | None] = {}
@@ -141,13 +155,14 @@ def _compare_stored(
     for name in live_shapes:
         if name not in stored_names and name not in recomputed:
             missing.append(name)
-    fitting, reshaped = [], []
+    fitting_names: list[str] = []
+    reshaped: list[str] = []
     for name, shape in shapes.items():
         live_shape = live_shapes.get(name)
         if live_shape is not None and live_shape != shape:
             reshaped.append(f"{name}: {shape} in the file, {live_shape} in the model")
         elif name in live_shapes:
-            fitting.append(name)
+            fitting_names.append(name)
     report = LoadReport(
         store.url,
         record.path,
@@ -158,13 +173,13 @@ def _compare_stored(
     )
     refuse_differences(report, strict)
     fitting_extra = {name: value for name, value in extra.items() if name in live_shapes}
-    return _ModuleComparison(report, tensors, live_shapes, tuple(fitting), fitting_extra)
+    return _ModuleComparison(report, tensors, live_shapes, tuple(fitting_names), fitting_extra)
 
 
 def _direct_targets(tensors: ModelTensors) -> dict[str, Source]:
     """Find the tensors that can be overwritten in place, without calling their modules.
 
-    In engines, these are all but opaque ones.
+    In an engine such as FSDP, these are all tensors except those with an opaque sharding.
     """
     overriding = []
     for path, _, module in walk_modules(tensors.chain[-1]):
@@ -196,7 +211,7 @@ def _refuse_meta(comparison: _ModuleComparison) -> None:
     """Raise LoadError naming tensors of the module on the meta device."""
     sources = comparison.tensors.sources(allow_meta=True)
     on_meta = []
-    for name in comparison.fitting:
+    for name in comparison.fitting_names:
         if name in sources and getattr(sources[name].live, "is_meta", False):
             on_meta.append(name)
     if on_meta:
@@ -207,7 +222,10 @@ def _refuse_meta(comparison: _ModuleComparison) -> None:
 
 
 def _refuse_masters(comparison: _ModuleComparison) -> None:
-    """Raise LoadError if an optimizer's own copy of the weights would overwrite the loaded ones."""
+    """Raise LoadError if an optimizer has its own copy of the weights.
+
+    The copy would overwrite the loaded weights.
+    """
     sources = comparison.tensors.sources(allow_meta=True)
     partitioned = [name for name, source in sources.items() if source.engine == "zero3"]
     if partitioned or any(map(keeps_weights, comparison.tensors.chain)):
@@ -222,5 +240,6 @@ def _refuse_masters(comparison: _ModuleComparison) -> None:
 def _restore_added(comparison: _ModuleComparison, values: Mapping[str, Any], strict: bool) -> None:
     added = {name for name, shape in comparison.live_shapes.items() if shape is None}
     if strict and added:
-        loaded = ModelTensors(comparison.module)  # loading may have replaced tensors
+        # Loading can have replaced tensors, so they are looked up again.
+        loaded = ModelTensors(comparison.module)
         loaded.restore_added({name: value for name, value in values.items() if name in added})

@@ -21,12 +21,12 @@ from ft_ckpt.model.load.request import (
 )
 from ft_ckpt.storage.places import Place, open_place
 
-# The type of `into`; with adapters that it lacks, a PeftModel is returned.
+# The type of `into`. If adapters are attached to that module, a PeftModel is returned instead.
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
 
 class LoadArguments(TypedDict, total=False):
-    """The keywords of `load_model` as type checkers see them, but for `into` and `with_report`."""
+    """The keyword arguments of `load_model` for type checkers, without `into` and `with_report`."""
 
     part: str | None
     base: Any
@@ -128,38 +128,51 @@ def load_model(
 ) -> Any:
     """Load the model at `path`, in eval mode: a Hugging Face model, or a PeftModel on its base.
 
-    Or fill yours. `path` is a checkpoint or the folder of one of its parts; `part` also selects one
-    by name. A checkpoint of several attributes gives a dict by name; parameters that they shared
-    are shared again, unless both are in your modules.
+    With `into`, the tensors of your module are overwritten instead. A checkpoint of several
+    attributes gives a dict of models by name. Parameters that they shared are shared again, unless
+    both are in your modules.
 
-    `mapped`: files are mapped, not copied, if the model keeps tensors as they are stored. A weight
-    is copied when it is first written, unused weights are not read, and the processes of a machine
-    share one copy. "auto" reads a large file into memory instead if most of it is not in the page
-    cache, it fits in half of the free memory, and no other process of the launch is on this
-    machine. The read bypasses the page cache and overlaps with building the model. True maps all
-    files, False reads all. With an accelerator as `device`, tensors are read to it directly, in
-    blocks. `base`: the base model of an adapter, as module, folder or id; default is the id that it
-    was trained on. Its sampled weights are compared unless `check_base` is False. A base that is a
-    checkpoint of ft_ckpt is compared with its manifest, like `path`. `into`: your module, wrapped
-    or not, to load a single part into; or a mapping of modules by part, which gives a dict by part.
-    A part that is no Hugging Face model, such as a value head, needs one: a checkpoint has its
-    tensors and the name of its class, not its code. The module's memory is filled block by block,
-    so a failed load may leave part of the values; it keeps its mode. A model that transformers
-    converts (fused experts) is first loaded separately. `classes`: your own classes of diffusers'
-    models, by name. `trust_remote_code`: run model code in the checkpoint or with the base, as in
-    transformers. `verify`: compare the digests of all files before they are used; digests of files
-    below 1 MB and all sizes and headers are always compared. `require_signature`: check the
-    signature of the checkpoint first, see `verify(signed_by=)`; not that of a base. `with_report`:
-    return (model, LoadReport).
+    Args:
+        path: a checkpoint, or the folder of one of its parts.
+        part: name of the part to load.
+        base: the base model of an adapter, as module, folder or id. The default is the id that it
+            was trained on. A base that is a checkpoint of ft_ckpt is compared with its manifest,
+            like `path`.
+        into: your module, wrapped or not, to load a single part into. Or a mapping of modules by
+            part, which gives a dict by part. A part that is no Hugging Face model, such as a value
+            head, needs your module, because a checkpoint has its tensors and the name of its class,
+            but not its code. The module is filled block by block, so a failed load can leave part
+            of the values. The module keeps its mode. A model that transformers converts (fused
+            experts) is first loaded separately.
+        classes: your own classes of diffusers' models, by name.
+        device: the device of the model. Tensors are read to an accelerator directly, in blocks.
+        strict: False takes the tensors that fit.
+        check_base: False does not compare the sampled weights of the base.
+        trust_remote_code: True runs model code in the checkpoint or with the base, as in
+            transformers.
+        verify: True compares the digests of all files before they are used. The digests of files
+            below 1 MB, and all sizes and headers, are always compared.
+        require_signature: check the signature of the checkpoint first, see `verify(signed_by=)`.
+            That of a base is not checked.
+        mapped: True maps all files, False reads all. Files are mapped only if the model keeps
+            tensors as they are stored. A weight of a mapped file is copied when it is first
+            written, unused weights are not read, and the processes of a machine share one copy.
+            "auto" maps files, too. But it reads a large file into memory if most of it is not in
+            the page cache, it fits in half of the free memory, and no other process of the launch
+            is on this machine. The read bypasses the page cache and overlaps with building the
+            model.
+        with_report: True returns (model, LoadReport).
 
-    The checkpoint decides the class of the model, which type checkers cannot know: they see Any,
+    The checkpoint decides the class of the model, which type checkers cannot know. They see Any,
     and with `into` the class of that module. `model: LlamaForCausalLM = ft_ckpt.load_model(path)`
     tells them.
 
     All files are opened at once, so a save that replaces the checkpoint meanwhile has no effect.
-    Raises NotACheckpointError; CorruptError when files differ from the manifest or its signature;
-    LoadError naming every missing, unexpected or reshaped tensor unless `strict` is False, or the
-    reason why no model can be built; BaseMismatchError for another base.
+
+    Raises NotACheckpointError if there is no checkpoint, CorruptError when files differ from the
+    manifest or its signature, BaseMismatchError for another base. Raises LoadError naming every
+    missing, unexpected or reshaped tensor unless `strict` is False, or the reason why no model can
+    be built.
     """
     place = open_place(path)
     options = check_options(

@@ -1,7 +1,7 @@
-"""The models of a load.
+"""Makes the models of a load.
 
-They are empty ones whose tensors are mapped or read, or the caller's, filled. Adapters are
-attached.
+A model is made without weights, and its tensors are mapped or read. Or a module of the caller is
+filled. Then the adapters are attached to it.
 """
 
 from collections.abc import Mapping
@@ -51,10 +51,11 @@ from ft_ckpt.ranks.wrappers import ModelTensors, hides_tensors, keeps_weights, w
 def load_models(
     checkpoint: OpenCheckpoint, requests: Mapping[str, ModelRequest], options: LoadOptions
 ) -> tuple[dict[str, nn.Module], list[LoadReport]]:
-    """Load the models of `requests`, in eval mode, and share their common parameters again.
+    """Load the models of `requests`, in eval mode, by the names of the requests.
 
-    Raises LoadError naming every tensor that does not fit, if the load is strict, or the reason why
-    a model cannot be built; BaseMismatchError for another base.
+    Parameters that models shared when they were saved are shared again. Raises BaseMismatchError
+    for another base. Raises LoadError naming every tensor that does not fit, if the load is strict,
+    or the reason why a model cannot be built.
     """
     models = {}
     reports = []
@@ -105,7 +106,7 @@ def _load_without_adapters(
 
 
 def _module_for_peft(model: nn.Module) -> nn.Module:
-    """Return the module inside wrappers, such as DDP; `model` if an engine has its tensors."""
+    """Return the module inside wrappers such as DDP, or `model` if an engine has its tensors."""
     chain = wrapper_chain(model)
     for wrapper in chain:
         if hides_tensors(wrapper) or keeps_weights(wrapper):
@@ -123,7 +124,7 @@ def _load_pretrained(
     cls = transformers_class(record.class_name)
     is_quantised = config.get("quantization_config") is not None
     with limit_parameters(max_parameters(record), "config.json"):
-        # transformers builds quantised models and models with custom code.
+        # Only transformers itself can build quantised models and models with custom code.
         if cls is not None and not options.trust_remote_code and not is_quantised:
             loaded = _load_known_class(cls, checkpoint, record, options)
             if loaded is not None:
@@ -135,11 +136,13 @@ def _load_pretrained(
 def _load_known_class(
     cls: Any, checkpoint: OpenCheckpoint, record: PartRecord, options: LoadOptions
 ) -> tuple[nn.Module, LoadReport] | None:
-    """Load a model whose tensors are stored as it has them in memory; return None for another one.
+    """Load a model whose tensors are stored as it has them in memory.
 
-    The weights are read while the model is built.
+    The weights are read while the model is built. Returns None for a model that transformers must
+    load itself.
     """
-    store, names = checkpoint.store, weight_names(record)
+    store = checkpoint.store
+    names = weight_names(record)
     with fetching_weights(store, names, options.mapped, options.accelerator) as fetched:
         model = empty_model(cls, checkpoint, record)
         if model is None:
@@ -154,7 +157,8 @@ def _load_diffusers(
     config: Mapping[str, Any], checkpoint: OpenCheckpoint, record: PartRecord, options: LoadOptions
 ) -> tuple[nn.Module, LoadReport]:
     cls = diffusers_class(record.class_name, options.classes)
-    store, names = checkpoint.store, weight_names(record)
+    store = checkpoint.store
+    names = weight_names(record)
     with fetching_weights(store, names, options.mapped, options.accelerator) as fetched:
         with limit_parameters(max_parameters(record), "config.json"):
             model = empty_of_config(cls, config)
@@ -167,15 +171,16 @@ def _load_diffusers(
 def _load_through_transformers(
     cls: Any, checkpoint: OpenCheckpoint, record: PartRecord, options: LoadOptions
 ) -> tuple[nn.Module, LoadReport]:
-    """Let transformers load a model, and check its loading info as strictly as other loads.
+    """Let transformers load a model, and check the result as strictly as that of other loads.
 
-    transformers loads parameters and buffers. Other entries of the state dict are restored here, by
-    their modules.
+    transformers loads parameters and buffers, and says which are missing. Other entries of the
+    state dict are restored here, by their modules.
     """
     store = checkpoint.store
     is_quantised = checked_config(store, record).get("quantization_config") is not None
     extra = read_extra_values(store, record)
-    if is_quantised and extra:  # only transformers knows how to restore them
+    # Only transformers knows how to restore such values.
+    if is_quantised and extra:
         raise LoadError(
             f"{listing(list(extra), ', ')}: non-tensor state of a quantised model cannot be "
             "restored here; resume a run with it, or load the checkpoint into the model with into="
@@ -211,7 +216,10 @@ def _load_through_transformers(
 def _from_pretrained(
     cls: Any, checkpoint: OpenCheckpoint, record: PartRecord, options: LoadOptions
 ) -> tuple[Any, Any]:
-    """Let transformers load the model from the part's folder; return it and its loading info."""
+    """Let transformers load the model from the folder of the part.
+
+    Returns the model and transformers' info on the load.
+    """
     import transformers
 
     trusts = options.trust_remote_code
@@ -224,7 +232,8 @@ def _from_pretrained(
                 output_loading_info=True,
                 trust_remote_code=trusts,
             )
-        else:  # transformers cannot read the format, so pass it the tensors
+        else:
+            # transformers cannot read the format, so it gets the tensors.
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusts)
             tensors, _ = read_weights(checkpoint.store, weight_names(record), options.mapped)
             model, info = cls.from_pretrained(
@@ -242,9 +251,9 @@ def _from_pretrained(
 def _copy_into(
     target: nn.Module, checkpoint: OpenCheckpoint, record: PartRecord, options: LoadOptions
 ) -> LoadReport:
-    """Overwrite the tensors of `target`.
+    """Overwrite the tensors of `target` with the stored ones.
 
-    A model that transformers converts is first loaded separately.
+    A model that transformers converts is first loaded separately, and its tensors are copied.
     """
     store = checkpoint.store
     if record.kind == "model" and is_converted(target):
@@ -267,12 +276,13 @@ def _copy_into(
 def _share_parameters(
     manifest: Manifest, models: Mapping[str, nn.Module], filled: set[str]
 ) -> None:
-    """Share parameters again that parts shared when they were saved.
+    """Share the parameters again that parts shared when they were saved.
 
-    The models of `filled` parts are the caller's. They keep their parameters, which the models of
-    other parts get.
+    The models of `filled` parts are the caller's. They keep their parameters. The models of other
+    parts get those of a filled part, or else of the first part.
     """
-    replacements: dict[str, dict[int, Any]] = {}  # part -> id of a tensor -> its replacement
+    # For each part, the replacements of tensors by their ids.
+    replacements: dict[str, dict[int, Any]] = {}
     for group in manifest.shared:
         members = []
         for member in group:

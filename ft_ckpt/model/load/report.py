@@ -1,4 +1,4 @@
-"""What a load reports, and what makes a strict load fail."""
+"""Reports a load, and raises for differences in a strict load."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ft_ckpt.model.load.request import LoadOptions
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The outcome of a load. A strict load raises for missing, unexpected or reshaped names."""
+    """The result of a load. A strict load raises for missing, unexpected or reshaped names."""
 
     path: str | Path
     """The checkpoint: its path, or its URL."""
@@ -50,7 +50,7 @@ def report_load(
     reports: Sequence[LoadReport],
     options: LoadOptions,
 ) -> LoadReport:
-    """Join the reports of all models that were loaded to one."""
+    """Join the reports of all loaded models to one report."""
     missing: list[str] = []
     unexpected: list[str] = []
     reshaped: list[str] = []

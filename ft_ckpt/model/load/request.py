@@ -1,4 +1,8 @@
-"""The request of a load: the open checkpoint, its models, the module that each may fill."""
+"""Checks the arguments of a load, opens the checkpoint, and chooses the models to load.
+
+A request is one model to load: a model of the checkpoint with its adapters, or adapters whose base
+is elsewhere. The caller can give a module that it fills.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +33,11 @@ from ft_ckpt.storage.places import Place
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The checked arguments of a load that apply to every part."""
+    """The checked arguments of a load that apply to all parts.
+
+    They are those of `load_model`. `device` is where models are moved to. `accelerator` is where
+    tensors are read to directly, or None for the host.
+    """
 
     base: Any
     classes: Mapping[str, type]
@@ -38,8 +46,8 @@ class LoadOptions:
     trust_remote_code: bool
     verify: bool
     mapped: bool | str
-    device: torch.device | None  # to which models are moved
-    accelerator: torch.device | None  # to which tensors are read directly; None: the host
+    device: torch.device | None
+    accelerator: torch.device | None
 
 
 def check_options(
@@ -60,11 +68,12 @@ def check_options(
         raise LoadError(
             f"classes={short_repr(classes)}: expected a class for each name, as a mapping"
         )
-    target, accelerator = None, None
+    target = None
+    accelerator = None
     if device is not None:
         target = _checked_device(device)
         if target.type not in ("cpu", "meta"):
-            # with its index: the current device differs by thread
+            # The device of a tensor has an index. Without it, threads could use different devices.
             accelerator = torch.empty(0, device=target).device
     return LoadOptions(
         base,
@@ -90,11 +99,17 @@ def _checked_device(device: str | torch.device) -> torch.device:
 
 @dataclass(frozen=True, eq=False)
 class ModelRequest:
-    """A model of the checkpoint with its adapters, or adapters on a base that lies elsewhere."""
+    """One model to load.
 
-    record: PartRecord | None  # of the model or module; None: adapters alone
+    Attributes:
+        record: the model or module in the checkpoint. None: the checkpoint has adapters alone.
+        adapters: its adapters.
+        target: the module of the caller to fill, or None.
+    """
+
+    record: PartRecord | None
     adapters: tuple[PartRecord, ...]
-    target: nn.Module | None  # the caller's module to fill
+    target: nn.Module | None
 
     @property
     def parts(self) -> list[PartRecord]:
@@ -103,10 +118,10 @@ class ModelRequest:
 
 @contextmanager
 def open_to_load(place: Place, part: str | None) -> Iterator[tuple[OpenCheckpoint, str | None]]:
-    """Open the checkpoint at or around `place`; yield it and the part to load (None: all parts).
+    """Open the checkpoint that `place` is, or is in. Yield it and the part to load.
 
-    Errors of libraries in the block, which invalid files cause, become LoadError; out-of-memory
-    errors pass unchanged.
+    None for the part is all parts. Errors of libraries in the `with` block become LoadError,
+    because invalid files cause them. Errors of full memory are not changed.
     """
     around = checkpoint_around(place)
     if around is None:
@@ -144,7 +159,10 @@ def refuse_unsigned(checkpoint: OpenCheckpoint, required: SignedBy | None) -> No
 
 
 def refuse_damaged(checkpoint: OpenCheckpoint, options: LoadOptions) -> None:
-    """Raise CorruptError if files differ from the manifest; UnreadableError if all may be whole."""
+    """Raise CorruptError if files differ from the manifest.
+
+    If the only problems are files that cannot be read now, raises UnreadableError instead.
+    """
     problems = checkpoint.find_problems(deep=options.verify)
     if not problems:
         return
@@ -157,7 +175,7 @@ def refuse_damaged(checkpoint: OpenCheckpoint, options: LoadOptions) -> None:
 def show_progress(
     checkpoint: OpenCheckpoint, requests: Mapping[str, ModelRequest], options: LoadOptions
 ) -> AbstractContextManager[None]:
-    """Show a bar on rank 0's terminal, of the bytes that the load reads.
+    """Show a bar on rank 0's terminal of the bytes that the load reads.
 
     Mapped files are read later, when they are used.
     """
@@ -178,11 +196,11 @@ def choose_models(
     part: str | None,
     into: nn.Module | Mapping[str, nn.Module] | None,
 ) -> dict[str, ModelRequest]:
-    """Choose the models to load by name; with `part`, only this model or part.
+    """Choose the models to load, by name. If `part` is given, only that model or part.
 
-    The training state is not one of them. Raises LoadError for a delta, an unknown part, a module
-    in `into` without a part or for several, and a part that no library can build a model for,
-    without a module to fill.
+    The training state is not among them. Raises LoadError for a delta, for an unknown part, for a
+    module in `into` that fits no part or several, and for a part without a module in `into` that no
+    library can build.
     """
     refuse_delta(checkpoint.manifest, checkpoint.place)
     groups = _find_groups(checkpoint, part)
@@ -197,7 +215,10 @@ def choose_models(
 
 
 def _find_groups(checkpoint: OpenCheckpoint, part: str | None) -> dict[str, list[PartRecord]]:
-    """Group the records of parts by model: a model and its adapters are one group."""
+    """Group the records of parts by the folder of their model.
+
+    A model and its adapters are one group.
+    """
     records = [record for record in checkpoint.manifest.parts if record.kind != "state"]
     groups: dict[str, list[PartRecord]] = {}
     for record in records:
@@ -234,7 +255,7 @@ def _find_targets(
     names: list[str],
     into: nn.Module | Mapping[str, nn.Module] | None,
 ) -> dict[str, nn.Module]:
-    """Return the caller's modules by model."""
+    """Return the caller's modules, by name of the model that each fills."""
     if into is None:
         return {}
     url, known_names = checkpoint.store.url, ", ".join(names)
@@ -258,7 +279,7 @@ def _find_targets(
 
 
 def _refuse_modules(checkpoint: OpenCheckpoint, requests: Mapping[str, ModelRequest]) -> None:
-    """Raise LoadError naming the parts that only a module of the caller can hold, and lack one."""
+    """Raise LoadError naming the plain modules for which `into` has no module to fill."""
     without_target = []
     for name, request in requests.items():
         for record in request.parts:

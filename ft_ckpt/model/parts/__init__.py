@@ -1,6 +1,6 @@
-"""The parts of a save, one for each loadable folder.
+"""Divides a model into the parts of a save. A part is what a library loads from one folder.
 
-Nothing here writes a file. Begin at `save_parts`; `adapters` chooses the tensors of adapters.
+Nothing here writes a file. Begin at `save_parts`. `adapters` chooses the tensors of adapters.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
-"""The parts of an adapter save.
+"""Chooses the tensors that are stored for each adapter of a model.
 
-They are the tensors that PEFT selects, trained and resized tensors of the base, and those that the
-files of the base lack.
+These are the tensors that PEFT selects, tensors of the base that were trained or resized, and
+tensors of the base that its files lack.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,13 +34,17 @@ def adapter_parts(
     *,
     with_absent: bool = True,
 ) -> list[Part]:
-    """Make one part per adapter, in `path`/NAME or (`in_folders`) `path`/adapters/NAME.
+    """Make the parts of the adapters of `view`, one part each.
 
-    "default" is in `path` itself, as in PEFT, unless `in_folders`. With `with_absent`, an adapter
-    that is stored without its base has the parameters that the files of the base lack and that it
-    does not replace. Raises NotAnAdapterError when the module has none, SelectionError when an
-    adapter has non-tensor state or is drawn again at each load, IncompleteError when it has no
-    tensors.
+    If `in_folders`, the base is stored in the same checkpoint, and an adapter is in the folder
+    `path`/adapters/NAME. Otherwise the adapter is stored alone, in `path`/NAME. Then the adapter
+    "default" is in `path` itself, as PEFT does it.
+
+    An adapter that is stored alone also gets the parameters that the files of its base lack, unless
+    `with_absent` is False.
+
+    Raises NotAnAdapterError when the module has no adapter, SelectionError when an adapter has
+    non-tensor state or is drawn again at each load, IncompleteError when an adapter has no tensors.
     """
     if not view.has_adapters:
         raise NotAnAdapterError(
@@ -50,24 +54,25 @@ def adapter_parts(
     _refuse_redrawn(view.module)
     _refuse_extra(view)
     selected = {adapter: adapter_entries(view, adapter) for adapter in view.module.peft_config}
-    of_base, notes = _entries_left_out(view, selected)
-    absent: list[Entry] = []
+    base_entries, notes = _changed_base_entries(view, selected)
+    absent_entries: list[Entry] = []
     if not in_folders:
         notes += _notes_on_extra(view)
     if with_absent and not in_folders:
-        absent, absent_notes = _absent_entries(view)
+        absent_entries, absent_notes = _absent_entries(view)
         notes += absent_notes
     active = view.active_adapters
-    omitted = tuple(_frozen_of_adapters(view))
+    omitted = tuple(_frozen_adapter_tensors(view))
     parts = []
     for adapter, entries in selected.items():
         stored = list(entries)
         if adapter in active or not active:
-            stored += of_base
+            stored += base_entries
         stored_names = {entry.name for entry in stored}
-        lacking = [entry for entry in absent if entry.name not in stored_names]
+        lacking = [entry for entry in absent_entries if entry.name not in stored_names]
         if in_folders:
-            subfolder, folder = adapter, _joined(path, "adapters", adapter)
+            subfolder = adapter
+            folder = _joined(path, "adapters", adapter)
         else:
             subfolder = "" if adapter == "default" else adapter
             folder = _joined(path, subfolder)
@@ -80,8 +85,8 @@ def adapter_parts(
             file=ADAPTER_FILE,
             adapter=adapter,
             active=adapter in active,
-            beside=in_folders,
-            base=_frozen_base(view, [*of_base, *lacking]),
+            base_is_stored=in_folders,
+            base=_frozen_base(view, [*base_entries, *lacking]),
             notes=(*notes, *map(_note_on_lacking, lacking)),
             omitted=omitted,
         )
@@ -104,22 +109,22 @@ def _notes_on_extra(view: View) -> list[str]:
     return notes
 
 
-def _frozen_of_adapters(view: View) -> list[Source]:
+def _frozen_adapter_tensors(view: View) -> list[Source]:
     """Return the frozen tensors of adapters, which PEFT leaves out of its files."""
     base_ids = {id(source) for _, source in view.base_sources()}
-    frozen = []
+    frozen_sources = []
     for source in view.sources.values():
         if id(source) not in base_ids and not source.trainable:
-            frozen.append(source)
-    return frozen
+            frozen_sources.append(source)
+    return frozen_sources
 
 
 def why_redrawn(adapter: str, config: Any) -> str:
-    """Explain why PEFT draws other numbers for the adapter each time that it makes it.
+    """Return why PEFT draws random numbers for an adapter of this config each time it is made.
 
-    Returns "" if it does not.
+    The file of such an adapter lacks these numbers. Returns "" for any other adapter.
     """
-    # UniLora
+    # Only the method UniLora has these two settings.
     if getattr(config, "proj_seed", 0) is None and not getattr(config, "save_indices", True):
         return (
             f"adapter {adapter!r}: proj_seed is None and save_indices is off, make it with one of "
@@ -136,35 +141,38 @@ def _refuse_redrawn(module: Any) -> None:
 
 
 def _refuse_extra(view: View) -> None:
-    """Refuse non-tensor state of an adapter, because PEFT's file cannot store it."""
+    """Raise SelectionError for non-tensor state of an adapter, which PEFT's file cannot store."""
     names = {name: name for name in view.extra}
-    of_base = {name for _, name in entries_of_base(view.module, names)}
-    of_adapters = sorted(names.keys() - of_base)
-    if of_adapters:
+    base_names = {name for _, name in entries_of_base(view.module, names)}
+    adapter_names = sorted(names.keys() - base_names)
+    if adapter_names:
         raise SelectionError(
-            f"{listing(of_adapters, ', ')}: state of an adapter that is no tensor has no place in "
-            "its file; save the run with save_state(), which keeps it"
+            f"{listing(adapter_names, ', ')}: state of an adapter that is no tensor has no place "
+            "in its file; save the run with save_state(), which keeps it"
         )
 
 
 def _frozen_base(view: View, stored: Sequence[Entry]) -> dict[str, Any]:
     """Return the frozen tensors of the base that are not stored with the adapter, by base name."""
     stored_ids = {id(entry.source) for entry in stored}
-    frozen = {}
+    frozen_sources = {}
     for name, source in view.base_sources():
         if not source.trainable and id(source) not in stored_ids:
-            frozen[name] = source
-    return frozen
+            frozen_sources[name] = source
+    return frozen_sources
 
 
 def _note_on_lacking(entry: Entry) -> str:
     return f"{entry.name}: saved with the adapter because the base's files lack it"
 
 
-def _entries_left_out(
+def _changed_base_entries(
     view: View, selected: Mapping[str, Sequence[Entry]]
 ) -> tuple[list[Entry], list[str]]:
-    """Return trained tensors and resized embeddings of the base to store, with notes."""
+    """Return the trained tensors and resized embeddings of the base that PEFT does not select.
+
+    They are stored with the adapter. Also returns a note for each.
+    """
     stored_keys: set[int] = set()
     for entries in selected.values():
         for entry in entries:
@@ -172,30 +180,33 @@ def _entries_left_out(
     resized = resized_embeddings(view, model_below(view.module))
     prefix = "" if is_peft_model(view.module) else PREFIX
     base_ids = {id(source) for _, source in view.base_sources()}
-    entries_of_adapter, notes = [], []
+    base_entries: list[Entry] = []
+    notes: list[str] = []
     for name, source in view.sources.items():
         if id(source) not in base_ids or source.key in stored_keys:
             continue
         if source.trainable or name in resized:
-            entries_of_adapter.append(unchanged_entry(prefix + name, source))
+            base_entries.append(unchanged_entry(prefix + name, source))
             stored_keys.add(source.key)
             reason = "trained" if source.trainable else "resized"
             notes.append(f"{name}: saved with the adapter because it was {reason}")
-    return entries_of_adapter, notes
+    return base_entries, notes
 
 
 def _absent_entries(view: View) -> tuple[list[Entry], list[str]]:
-    """Return the parameters that the files of the base lack, as PEFT loads them, with notes.
+    """Return the parameters that the files of the base lack, under the names that PEFT loads.
 
-    Such parameters are random at each load, as the head of a classifier on a causal base.
+    They are random at each load, for example the head of a classifier on a causal model. Also
+    returns notes. If the files lack all parameters, they are those of another model, so none is
+    returned, and a note says so.
     """
     base = dict(view.base_sources())
     model = model_below(view.module)
-    identities = []
+    base_ids = []
     for config in view.module.peft_config.values():
-        identities.append((config.base_model_name_or_path, config.revision))
-    identities.append((getattr(model, "name_or_path", None), None))
-    absent = absent_parameters(model, base, [identity for identity in identities if identity[0]])
+        base_ids.append((config.base_model_name_or_path, config.revision))
+    base_ids.append((getattr(model, "name_or_path", None), None))
+    absent = absent_parameters(model, base, [base_id for base_id in base_ids if base_id[0]])
     if absent and absent >= {name for name, source in base.items() if source.is_parameter}:
         note = (
             f"{type(model).__name__}: none of its parameters is in the files of the base that the "
@@ -211,7 +222,7 @@ def _absent_entries(view: View) -> tuple[list[Entry], list[str]]:
 
 
 def missing_trainable(view: View, parts: Iterable[Part]) -> list[str]:
-    """List the trainable tensors that none of `parts` stores."""
+    """Return the names of the trainable tensors that none of `parts` stores."""
     stored: set[int] = set()
     for part in parts:
         for entry in part.entries:

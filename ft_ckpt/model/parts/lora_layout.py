@@ -1,7 +1,7 @@
-"""LoRA on models of diffusers, in the layout that diffusers itself writes and reads.
+"""Stores LoRA adapters of diffusers' models in the layout that diffusers writes and reads.
 
-`pytorch_lora_weights.safetensors`: its names begin with the component of a pipeline, and its
-metadata has the LoRA settings.
+The file is pytorch_lora_weights.safetensors. The names of its tensors begin with the component of a
+pipeline, such as "unet." or "transformer.". Its metadata has the settings of the LoRA.
 """
 
 import json
@@ -14,7 +14,7 @@ from ft_ckpt.model.empty import is_diffusers
 from ft_ckpt.model.tensors import PREFIX, Entry, Part, keeps_base, model_below
 
 _LORA_METADATA = "lora_adapter_metadata"
-# Settings of the initial values, which the stored tensors replace.
+# These settings are about the initial values, which the stored tensors replace.
 _INITIAL_SETTINGS = frozenset(
     ("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config")
 )
@@ -24,10 +24,10 @@ _ORIGIN_SETTINGS = frozenset(
 
 
 def in_lora_layout(part: Part) -> Part:
-    """Convert LoRA on a model of diffusers to the layout that `load_lora_weights` reads.
+    """Return the part in the layout that `load_lora_weights` reads, if it is LoRA of diffusers.
 
-    Other adapters are returned unchanged. An adapter of diffusers' models that diffusers cannot
-    read keeps PEFT's layout, with a note that says why.
+    Adapters of other models are returned unchanged. An adapter of a model of diffusers that
+    diffusers cannot read keeps PEFT's layout, and gets a note that says why.
     """
     if not is_diffusers(part.module):
         return part
@@ -40,16 +40,16 @@ def in_lora_layout(part: Part) -> Part:
         )
         return replace(part, notes=(*part.notes, note))
     component = component_of(part.module)
-    entries = tuple(_renamed(entry, component) for entry in part.entries)
+    entries = tuple(_with_component(entry, component) for entry in part.entries)
     settings = {f"{component}.{name}": value for name, value in _lora_settings(config).items()}
     text = json.dumps(settings, indent=2, sort_keys=True)
     return replace(part, entries=entries, file=DIFFUSERS_LORA_FILE, metadata={_LORA_METADATA: text})
 
 
 def component_of(module: Any) -> str:
-    """Return the name that a model with adapters has in a pipeline, from its class.
+    """Return the name of the component that a model with adapters is in a pipeline.
 
-    The default is diffusers' own, "transformer".
+    It is "unet" or, as diffusers' own default, "transformer".
     """
     for cls in type(model_below(module)).__mro__:
         if cls.__module__.startswith("diffusers.") and "UNet" in cls.__name__:
@@ -58,7 +58,7 @@ def component_of(module: Any) -> str:
 
 
 def _why_not_loaded(part: Part, config: Any) -> str:
-    """Explain what in the adapter diffusers cannot read; "" if it reads the adapter."""
+    """Return what in the adapter diffusers cannot read, or "" if it can read the adapter."""
     method = str(getattr(config.peft_type, "value", config.peft_type))
     if method != "LORA":
         return f"adapters of the method {method}"
@@ -71,12 +71,12 @@ def _why_not_loaded(part: Part, config: Any) -> str:
     return f"{listing(not_lora, ', ')}: no matrices of LoRA" if not_lora else ""
 
 
-def _renamed(entry: Entry, component: str) -> Entry:
+def _with_component(entry: Entry, component: str) -> Entry:
     return entry._replace(name=f"{component}.{entry.name.removeprefix(PREFIX)}")
 
 
 def _lora_settings(config: Any) -> dict[str, Any]:
-    """Return the arguments of LoraConfig that make the adapter, as JSON can hold them."""
+    """Return the arguments of LoraConfig that make the adapter, as JSON values."""
     left_out = _INITIAL_SETTINGS | _ORIGIN_SETTINGS
     settings = {name: value for name, value in config.to_dict().items() if name not in left_out}
     for name, value in settings.items():

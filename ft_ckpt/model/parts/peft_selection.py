@@ -1,7 +1,11 @@
-"""The tensors that PEFT selects for an adapter, under the names that it stores.
+"""Selects the tensors of an adapter with PEFT's own code, under the names that PEFT stores.
 
-PEFT selects the names, method by method. It gets placeholders instead of tensors, under their names
-in the module tree (wrapper steps included), so nothing is gathered for it.
+Each method of PEFT selects its tensors in another way, so PEFT is called. It gets placeholders
+instead of tensors, so that sharded tensors are not gathered for it. The placeholders have raw
+names: names in the module tree, with the steps that wrappers such as FSDP add.
+
+Some methods compute tensors when they are saved, for example pruned ranks. These tensors are
+computed during the save, from all tensors of the adapter.
 """
 
 import copy
@@ -28,16 +32,16 @@ from ft_ckpt.ranks.wrappers import shallow_copy, wrapper_steps
 
 
 def adapter_entries(view: View, adapter: str) -> list[Entry]:
-    """Select the tensors of the adapter as PEFT does, under the names it stores.
+    """Return the entries of all tensors that PEFT stores for the adapter.
 
-    Tensors that PEFT computes when it saves, such as pruned ranks and top-k indices, are computed
-    from all tensors of the adapter.
+    Tensors that PEFT computes when it saves, such as pruned ranks and top-k indices, have a group
+    that computes them from all tensors of the adapter.
     """
     if view.module.peft_config[adapter].is_prompt_learning:
         return _prompt_entries(view, adapter)
     sources = _sources_for(view, adapter)
     placeholders = {}
-    source_of: dict[int, Source] = {}  # by id of the placeholder
+    source_of: dict[int, Source] = {}  # the source of each placeholder, by its id
     for source in sources:
         empty = torch.zeros((), dtype=source.dtype, device="cpu").expand(source.shape)
         placeholders[source.raw_name] = empty
@@ -47,8 +51,8 @@ def adapter_entries(view: View, adapter: str) -> list[Entry]:
     names = _StoredNames(view)
     group = None
     if computed:
-        base = {id(source) for _, source in view.base_sources()}
-        inputs = [source for source in sources if id(source) not in base]
+        base_ids = {id(source) for _, source in view.base_sources()}
+        inputs = [source for source in sources if id(source) not in base_ids]
         selection = _ComputedSelection(view.module, adapter, inputs, frozenset(computed), names)
         group = Group(tuple(inputs), selection.convert)
     entries = []
@@ -62,7 +66,7 @@ def adapter_entries(view: View, adapter: str) -> list[Entry]:
 
 
 class _StoredNames:
-    """Names in an adapter's file of the names that PEFT derives from raw names."""
+    """Makes the names in an adapter's file from the names that PEFT returns for raw names."""
 
     def __init__(self, view: View) -> None:
         names = [(name, source.raw_name) for name, source in view.sources.items()]
@@ -70,28 +74,32 @@ class _StoredNames:
         self._prefix = "" if is_peft_model(view.module) else PREFIX
 
     def of(self, name: str) -> str:
-        """Return the name without the steps of wrappers."""
+        """Return the name in the file, which has no steps of wrappers."""
         steps = [step for step in name.split(".") if step not in self._wrapper_steps]
         return self._prefix + ".".join(steps)
 
 
 @dataclass(frozen=True, eq=False)
 class _ComputedSelection:
-    """The tensors that PEFT computes when it saves an adapter."""
+    """Computes the tensors that PEFT computes when it saves an adapter.
+
+    `inputs` are the tensors of the adapter. `computed_names` are the names that PEFT returns for
+    the computed tensors.
+    """
 
     module: nn.Module
     adapter: str
     inputs: Sequence[Source]
-    computed: frozenset[str]  # PEFT's names
+    computed_names: frozenset[str]
     names: _StoredNames
 
     def convert(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Compute tensors by stored name, from the full inputs by name."""
+        """Compute the tensors, by stored name. `full` has the unsharded inputs, by name."""
         tensors = {source.raw_name: full[source.name] for source in self.inputs}
         selected = _select_by_peft(self.module, tensors, self.adapter)
         stored = {}
         for name, tensor in selected.items():
-            if name in self.computed:
+            if name in self.computed_names:
                 stored[self.names.of(name)] = tensor.contiguous()
         return stored
 
@@ -99,13 +107,14 @@ class _ComputedSelection:
 def _sources_for(view: View, adapter: str) -> list[Source]:
     """Return the tensors of the model without those of its other adapters.
 
-    PEFT matches an adapter's name at any step of a path: for an adapter called "0" it would select
-    all of layer 0.
+    PEFT looks for the name of an adapter at any step of a path. For an adapter called "0" it would
+    select all of layer 0, with the other adapters there.
     """
     left_out = set(view.module.peft_config) - {adapter}
     if not left_out:
         return list(view.sources.values())
-    base_steps_at, root = layers_with_base(view.module), root_steps(view.module)
+    base_steps_at = layers_with_base(view.module)
+    root = root_steps(view.module)
     sources = []
     for name, source in view.sources.items():
         if _adapter_of(name.split("."), base_steps_at, root) not in left_out:
@@ -116,9 +125,10 @@ def _sources_for(view: View, adapter: str) -> list[Source]:
 def _adapter_of(
     steps: list[str], base_steps_at: Mapping[str, tuple[str, ...]], root: list[str]
 ) -> str | None:
-    """Return the adapter's name in a path, or None.
+    """Return the name of the adapter that a tensor belongs to, or None for a tensor of the base.
 
-    The name comes after the child of a PEFT layer, or is the last step outside the base.
+    `steps` is the path of the tensor. In a PEFT layer, the name of the adapter comes after a child
+    of the layer: "q_proj.lora_A.NAME.weight". Outside the base it is the last step.
     """
     path = ""
     for index, step in enumerate(steps):
@@ -133,8 +143,8 @@ def _select_by_peft(
 ) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
-    # PEFT's "auto" would ask the Hub for the vocabulary of the base; `adapters.entries_left_out`
-    # decides instead.
+    # The default of `save_embedding_layers` would ask the Hub for the vocabulary of the base. The
+    # module `adapters` adds resized embeddings instead.
     try:
         selected: dict[str, Tensor] = get_peft_model_state_dict(
             _with_one_adapter(module, adapter),
@@ -151,9 +161,12 @@ def _select_by_peft(
 
 
 def _with_one_adapter(module: Any, adapter: str) -> Any:
-    """Copy the module, shallowly, with one adapter, and its config, which PEFT modifies."""
+    """Return a shallow copy of the module that has only this adapter.
+
+    The config of the adapter is copied, too, because PEFT modifies it.
+    """
     copied = shallow_copy(module)
-    owner = copied  # of `peft_config`
+    owner = copied  # the module with the attribute `peft_config`
     tuner = module._modules.get("base_model")
     if tuner is not None and getattr(tuner, "peft_config", None):
         owner = shallow_copy(tuner)
@@ -163,9 +176,14 @@ def _with_one_adapter(module: Any, adapter: str) -> Any:
 
 
 def _prompt_entries(view: View, adapter: str) -> list[Entry]:
-    """Make the entries of a prompt method: its encoder's output, and trained copies of modules."""
+    """Make the entries of an adapter of a prompt method.
+
+    These are the output of its prompt encoder, and the copies of modules that were trained
+    (`modules_to_save`).
+    """
     prefix = f"prompt_encoder.{adapter}."
-    inputs, trained = [], {}
+    inputs: list[Source] = []
+    trained: dict[str, Source] = {}
     for name, source in view.sources.items():
         if name.startswith(prefix):
             inputs.append(source)
@@ -188,22 +206,31 @@ def _prompt_entries(view: View, adapter: str) -> list[Entry]:
 
 @dataclass(frozen=True, eq=False)
 class _PromptEncoder:
-    """The encoder of a prompt method, rebuilt from full tensors, as the live one may be sharded."""
+    """Computes the prompts of a prompt method.
 
-    module: Any  # the PeftModel
+    The encoder is rebuilt from unsharded tensors, because the live one can be sharded.
+
+    Attributes:
+        module: the PeftModel.
+        adapter: name of the adapter.
+        inputs: tensors of the encoder.
+        trained: tensors of `modules_to_save`. PEFT expects them, but their values are not used.
+    """
+
+    module: Any
     adapter: str
     inputs: Sequence[Source]
-    trained: Sequence[Source]  # of modules that are stored whole, which PEFT wants to see
+    trained: Sequence[Source]
 
     @torch.no_grad()
     def convert(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the prompts as PEFT stores them, from the full tensors of the encoder by name."""
+        """Compute the prompts that PEFT stores. `full` has the unsharded inputs, by name."""
         prefix = f"prompt_encoder.{self.adapter}."
         tensors = {}
         for source in self.inputs:
             tensors[source.name.partition(prefix)[2]] = full[source.name]
         encoder = _rebuild_module(self.module.prompt_encoder[self.adapter], tensors)
-        model = shallow_copy(self.module)  # only the copy has the rebuilt encoder
+        model = shallow_copy(self.module)  # only this copy gets the rebuilt encoder
         encoders = nn.ModuleDict({self.adapter: encoder})
         vars(model)["_modules"] = {**model._modules, "prompt_encoder": encoders}
         placeholders = {source.raw_name: torch.zeros(1, device="cpu") for source in self.trained}
@@ -216,7 +243,8 @@ class _PromptEncoder:
 
 
 def _rebuild_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Copy `module` with `tensors` as plain parameters and buffers."""
+    """Copy `module`, with `tensors` as its parameters and buffers."""
+    # Parameters are not copied, because `tensors` replace them.
     empty = {}
     for parameter in module.parameters():
         empty[id(parameter)] = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)

@@ -1,4 +1,8 @@
-"""Divides the model of a save into parts, one for each loadable folder."""
+"""Divides the model of a save into parts.
+
+A part is what a library loads from one folder: a model, a plain module such as a value head, or an
+adapter. For example, a model with two adapters that is saved in full has three parts.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
@@ -69,8 +73,8 @@ def _right_argument(model: Any) -> str:
 def model_inside(model: nn.Module) -> nn.Module:
     """Return the model inside torch's AveragedModel (EMA, SWA), and any other model unchanged.
 
-    The number of averages is run state, saved if the AveragedModel is registered. Raises
-    SelectionError for a pipeline of diffusers.
+    An AveragedModel also counts its averages. The count is state of the run, and is saved if the
+    AveragedModel is registered. Raises SelectionError for a pipeline of diffusers.
     """
     _refuse_pipeline(model)
     if isinstance(model, AveragedModel) and isinstance(model.module, nn.Module):
@@ -96,9 +100,10 @@ def _refuse_pipeline(model: Any) -> None:
 def saves_adapters_only(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:
     """Check whether a save stores the adapters alone.
 
-    `adapter_only` decides; with None, a model without adapters is stored in full. Raises
-    SelectionError if `attribute` is not a name or a sequence of names, and if `adapter_only` is
-    None for a model with adapters: other readers would load only the base from a folder with both.
+    `adapter_only` is the user's choice. If it is None, a model without adapters is stored in full,
+    and a model with adapters raises SelectionError. The user must choose for the latter, because
+    other readers load only the base from a folder with both. Also raises SelectionError if
+    `attribute` is not a name or a sequence of names.
     """
     names = _checked_names(attribute)
     if adapter_only is not None:
@@ -125,12 +130,18 @@ def parts_of(
 ) -> list[Part]:
     """Divide a model into the parts of a save.
 
-    A single attribute is stored in the checkpoint's root, each of a list in a folder of its name.
+    Args:
+        model: the live model.
+        sources: its tensors, by name.
+        adapter_only: True stores only adapters.
+        attribute: the submodule to save, or None for the model. It is stored in the root of the
+            checkpoint. If it is a list, each submodule is stored in a folder of its name.
+        dtype: a dtype of torch, "config" or "as_is".
+        extra: the non-tensor values of the model's state dict.
+        merge: makes the part of the model with its adapters merged into the base.
 
-    `sources` are the tensors of the model by name. `extra` has the non-tensor values of its state
-    dict. `merge` makes the part of the model with its adapters merged into the base. Raises
-    SelectionError or a subclass if the request does not fit the model, and IncompleteError naming
-    tensors that no part stores and no rule omits.
+    Raises SelectionError or a subclass if the arguments do not fit the model, and IncompleteError
+    naming tensors that would be in no part.
     """
     if attribute is None or isinstance(attribute, str):
         name = attribute or ""
@@ -149,7 +160,7 @@ def parts_of(
         )
     parts = []
     for name, view in views.items():
-        # an attribute without adapters, such as a value head, is saved in full
+        # A submodule without adapters, such as a value head, is saved in full.
         is_adapter = adapter_only and view.has_adapters
         parts += _parts_of_view(view, name, name, is_adapter, dtype)
     _refuse_missing(parts, views.values(), adapter_only)
@@ -157,7 +168,10 @@ def parts_of(
 
 
 def _checked_names(attribute: Attribute) -> list[str]:
-    """Return the attributes to save. Raises SelectionError unless they are different names."""
+    """Return the names of the submodules to save, "" for the model itself.
+
+    Raises SelectionError unless they are different names.
+    """
     if attribute is None:
         return [""]
     names = [attribute] if isinstance(attribute, str) else attribute
@@ -174,7 +188,8 @@ def is_adapter_run(
 ) -> bool:
     """Check whether only adapters are trained, on a base that can be recreated.
 
-    The adapters are in the model or its `attribute`. `sources` are those of `model`.
+    The adapters are in the submodule `attribute`, or in the model itself if that is None. `sources`
+    are the tensors of `model`.
     """
     module: Any = module_at(model, attribute or "")
     if not has_adapters(module) or irreproducible(module.peft_config):
@@ -184,10 +199,13 @@ def is_adapter_run(
 
 
 def _refuse_missing(parts: Iterable[Part], views: Iterable[View], adapter_only: bool) -> None:
-    """Raise IncompleteError naming the tensors of `views` that no part stores and no rule omits.
+    """Raise IncompleteError naming the tensors that would be lost.
 
-    Rules omit other names of one parameter, tensors that the class or PEFT recreates, and with
-    `adapter_only` the frozen tensors of the base.
+    These are the tensors of `views` that no part stores, except:
+
+    - other names of a stored parameter,
+    - tensors that the class or PEFT recreates (`Part.omitted`),
+    - the frozen tensors of the base, if `adapter_only`.
     """
     explained: set[int] = set()
     for part in parts:
@@ -209,6 +227,7 @@ def _refuse_missing(parts: Iterable[Part], views: Iterable[View], adapter_only: 
 
 
 def _parts_of_view(view: View, name: str, path: str, adapter_only: bool, dtype: str) -> list[Part]:
+    """Make the parts of the model or submodule in `view`, in the folder `path`."""
     is_adapted = view.has_adapters
     if is_adapted:
         refuse_merged(view.module)

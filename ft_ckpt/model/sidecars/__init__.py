@@ -1,4 +1,4 @@
-"""The files that lie with the weights of a model: configs, code, tokenizer, model card.
+"""Writes the files that lie with the weights of a model: configs, code, tokenizer, model card.
 
 Nothing here writes weights. Begin at `part_files`, which lets the library of each part write its
 files.

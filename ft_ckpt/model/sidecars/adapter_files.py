@@ -20,22 +20,29 @@ def write_adapter(
     adapter: str,
     *,
     base: BaseRecord,
-    beside: bool = False,
+    base_is_stored: bool = False,
     base_id: str | None = None,
     library: str = "peft",
 ) -> None:
     """Write `adapter_config.json` and a model card for one adapter into the existing `folder`.
 
-    `model`: a PeftModel, or a model with injected adapters and a `peft_config`. `beside`: the
-    checkpoint contains the base as changed by the adapter's initialisation, so a load must not
-    decompose it again. `base_id`: name of the base on the Hub, if it was loaded from elsewhere.
-    `library`: the one that reads the weights, for the card, which never contains a local path.
+    Args:
+        folder: the folder of the adapter.
+        model: a PeftModel, or a model with injected adapters and a `peft_config`.
+        adapter: name of the adapter.
+        base: record of the base.
+        base_is_stored: True if the base is in the same checkpoint, with the changes by the
+            adapter's initialisation. Then the config says that a load must not change it again.
+        base_id: name of the base on the Hub, if it was loaded from elsewhere.
+        library: the library that reads the weights, which the card names.
+
+    The card never contains a local path.
     """
-    # on use, because it is slow to import; a process with adapters has already imported it
+    # peft is imported here because that is slow. A process with adapters has already imported it.
     import peft
 
     config = _stored_config(model.peft_config[adapter], adapter)
-    if beside and isinstance(getattr(config, "init_lora_weights", None), str):
+    if base_is_stored and isinstance(getattr(config, "init_lora_weights", None), str):
         config.init_lora_weights = True
     if base_id is not None:
         config.base_model_name_or_path, config.revision = base_id, None
@@ -57,18 +64,23 @@ def write_adapter(
 
 
 def _stored_config(live: Any, adapter: str) -> Any:
-    """Copy the config, for inference."""
-    config = copy.copy(live)  # shallow: a deep copy of a set may iterate in another order
+    """Return a copy of the config, as it is stored for inference."""
+    # The copy is shallow, because a deep copy of a set can iterate in another order.
+    config = copy.copy(live)
     config.inference_mode = True
     ranks = getattr(config, "rank_pattern", None)
-    if isinstance(ranks, dict):  # in the form that PEFT writes for AdaLoRA
+    if isinstance(ranks, dict):
+        # PEFT's own save of AdaLoRA removes the name of the adapter, too.
         suffix = f".{adapter}"
         config.rank_pattern = {name.removesuffix(suffix): mask for name, mask in ranks.items()}
     return config
 
 
 def _keep_order_of_patterns(folder: Store, config: Any) -> None:
-    """Restore the order of patterns if it can decide which one applies: PEFT sorts them."""
+    """Write the patterns in the order of `config` if the order decides which one applies.
+
+    PEFT has sorted them.
+    """
     settings = json.loads(read_text(folder, "adapter_config.json"))
     reordered = {}
     for name in PATTERNS & settings.keys():

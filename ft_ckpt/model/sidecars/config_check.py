@@ -1,8 +1,8 @@
-"""Comparison of a transformers model with what transformers makes of its saved config.
+"""Compares a transformers model with the model that transformers makes from its saved config.
 
-It comes before the commit. `from_pretrained` makes the model that config.json describes and fills
-it from the files. A stored tensor that this model lacks is dropped, and a tensor that the files
-lack is drawn at random, with a line in a log at most. So both are compared by names and shapes, on
+`from_pretrained` makes the model that config.json describes, and fills it from the files. It drops
+a stored tensor that this model lacks, and draws a tensor at random that the files lack, with at
+most a line in a log. So the save compares the names and shapes of both models before it commits, on
 the meta device.
 """
 
@@ -22,28 +22,37 @@ from ft_ckpt.model.sidecars.quantisation import has_packed_tensors, is_quantised
 from ft_ckpt.model.tensors import Part
 from ft_ckpt.ranks.wrappers import user_class
 
-_CACHED_COMPARISONS = 16  # models that one process saves by turns
+_CACHED_COMPARISONS = 16  # a process saves at most so many models in turns
 _SAVES_TO_RESUME = "save a checkpoint to resume from with save_state()"
 
 
 @dataclass(frozen=True)
 class _ConfigComparison:
-    """The differences between a model and the one that transformers makes from its config."""
+    """The result of comparing a model with the one that transformers makes from its config.
+
+    Attributes:
+        differences: a text for each tensor that differs.
+        argument: an argument of the class with which there are no differences, such as
+            "add_pooling_layer=False".
+        unreadable: why transformers cannot read the config, or "".
+        unbuildable: why the class cannot make a model from the config, or "".
+    """
 
     differences: tuple[str, ...] = ()
-    # of the class, without which transformers makes another model: "add_pooling_layer=False"
     argument: str = ""
-    unreadable: str = ""  # why transformers cannot read the config
-    unbuildable: str = ""  # why the class makes no model of the config
+    unreadable: str = ""
+    unbuildable: str = ""
 
 
 def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
-    """Note what `from_pretrained` would not load of a model that is saved with the text `config`.
+    """Return notes on what `from_pretrained` would not load of a saved model.
 
-    A class that transformers does not know gets a note with how to load it. Raises CompanionError
-    if transformers cannot read the config, or would make a model with other tensors of it. A
-    checkpoint of a run (`is_run`), whose tensors are restored into the live model, gets a note and
-    a warning instead.
+    `config` is the text of its config.json. A class that transformers does not know gets a note
+    that says how to load it.
+
+    Raises CompanionError if transformers cannot read the config, or would make a model with other
+    tensors from it. If `is_run`, this is a note and a warning instead, because the tensors of a run
+    are restored into the live model.
     """
     cls = user_class(type(part.module))
     packed = _packed_layers(part)
@@ -59,7 +68,7 @@ def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
     if comparison.argument:
         remedy = f"load it with from_pretrained(..., {comparison.argument})"
         return (f"{cls.__name__}: made with {comparison.argument}, which no config says; {remedy}",)
-    # the code of its author may need more than a config
+    # Custom code can need more than a config, so this is no error.
     if comparison.unbuildable and not _is_public(cls):
         reason = f"of which it cannot be made here ({comparison.unbuildable})"
         return (f"{cls.__name__}: not compared with its config, {reason}",)
@@ -75,7 +84,7 @@ def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
 
 
 def _problem_of(cls: type, comparison: _ConfigComparison) -> str:
-    """Describe what transformers would not load, and the remedy; "" if it would load all."""
+    """Return what transformers would not load, and the remedy. "" if it would load everything."""
     name = cls.__name__
     if comparison.unreadable:
         return (
@@ -98,7 +107,10 @@ def _problem_of(cls: type, comparison: _ConfigComparison) -> str:
 
 
 def _note_on_own_class(cls: type, ancestor: type | None, comparison: _ConfigComparison) -> str:
-    """Say how to load a class of the script, and what transformers' class of its config drops."""
+    """Return a note on how to load a class of the script.
+
+    It also says what the Auto classes would load instead: `ancestor`, a class of transformers.
+    """
     name = cls.__name__
     note = (
         f"{name}: a class that transformers does not have; load it with ft_ckpt.load_model(folder, "
@@ -120,9 +132,9 @@ def _is_public(cls: type) -> bool:
 
 
 def _public_ancestor(cls: type) -> type | None:
-    """Return the nearest class of transformers that a script's class is derived from.
+    """Return the nearest class of transformers that a class of the script is derived from.
 
-    Returns None if that is its abstract base.
+    Returns None if it is derived from PreTrainedModel directly.
     """
     import transformers
 
@@ -135,10 +147,7 @@ def _public_ancestor(cls: type) -> type | None:
 
 
 def _packed_layers(part: Part) -> frozenset[str]:
-    """Return the paths of the layers that a quantiser has packed.
-
-    A model that is not quantised has none.
-    """
+    """Return the paths of the layers whose weights a quantiser has packed."""
     module: nn.Module = part.module
     if not is_quantised(module, module.config):
         return frozenset()
@@ -151,12 +160,12 @@ def _packed_layers(part: Part) -> frozenset[str]:
     return frozenset(paths)
 
 
-# the model is made once while its config and its names stay the same
+# The result is kept, so that the model is made once while its config and its names stay the same.
 @lru_cache(_CACHED_COMPARISONS)
 def _compare(
     cls: Any, config: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], packed: frozenset[str]
 ) -> _ConfigComparison:
-    """Compare `shapes` of tensors with those of the model that `cls` makes of a config's text."""
+    """Compare `shapes` with those of the model that `cls` makes from the text of a config."""
     try:
         settings = read_config(cls.config_class, config)
     except Exception as error:  # noqa: BLE001 - anything that a config class raises for its fields
@@ -175,7 +184,7 @@ def _compare(
 
 
 def _other_arguments(cls: type) -> Iterator[tuple[str, bool]]:
-    """Yield the switches of the constructor, each with the value that is not its default."""
+    """Yield the boolean arguments of the class, each with the value that is not its default."""
     for name, parameter in inspect.signature(cls).parameters.items():
         if isinstance(parameter.default, bool):
             yield name, not parameter.default
@@ -187,14 +196,19 @@ def _differences(
     optional: re.Pattern[str] | None,
     packed: frozenset[str],
 ) -> list[str]:
-    """List what `from_pretrained` would drop, draw at random, or refuse for its shape."""
+    """List what `from_pretrained` would drop, draw at random, or refuse because of its shape.
+
+    `live` are the shapes of the saved model, `expected` those of the model made from its config.
+    Names that match `optional` need not be in the files. `packed` are the paths of quantised
+    layers.
+    """
     layers = {_layer_of(name) for name in expected}
     live_layers = {_layer_of(name) for name in live}
     differences = []
     for name, shape in live.items():
         layer = _layer_of(name)
         if packed and layer in layers and (name not in expected or layer in packed):
-            continue  # a quantiser changes the shapes of a layer, and adds scales to it
+            continue  # A quantiser changes the shapes of a layer and adds scales to it.
         if name not in expected:
             differences.append(f"{name}: in the model, not in that of its config")
         elif expected[name] != shape:

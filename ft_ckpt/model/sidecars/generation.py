@@ -1,4 +1,4 @@
-"""The generation config of a model."""
+"""Makes the generation config that is saved with a model."""
 
 import copy
 from typing import Any
@@ -10,22 +10,25 @@ from ft_ckpt.errors import CompanionError
 from ft_ckpt.model.sidecars.tokenizer import token_id, tokenizer_of_text
 
 _OLMO_EOS = ("<|im_end|>", "<|endoftext|>")
-# decide whether other fields are valid
+# The values of these fields decide whether other fields are valid, so they are set first.
 _MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
 
 
 def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str | None) -> Any:
     """Return the GenerationConfig to save, or None when the model cannot generate.
 
-    The live config is not changed. If `chat_template_name` is None, the result is a copy of it,
-    without its invalid fields if it was changed. With "olmo" in the name, it has no BOS, and the
-    EOS ids of <|im_end|> and <|endoftext|>. With any other name, it has EOS and BOS of the
-    tokenizer. Raises CompanionError when there is no tokenizer, a token is not in the vocabulary,
-    or its id exceeds the embedding rows.
+    The live config is not changed. The result depends on `chat_template_name`:
+
+    - None: a copy of the live config. If that was changed, its invalid fields are left out.
+    - A name with "olmo" in it: the ids of <|im_end|> and <|endoftext|> as EOS, and no BOS.
+    - Any other name: EOS and BOS of the tokenizer.
+
+    With a name, raises CompanionError when there is no tokenizer, when a token is not in the
+    vocabulary, or when the model has no embedding row for its id.
     """
     live = getattr(model, "generation_config", None)
     if live is None or not hasattr(model, "can_generate") or not model.can_generate():  # type: ignore[operator]  # a method
-        return None  # a wrapper of a generating model may have a generation config as well
+        return None  # A wrapper that cannot generate can have the generation config of its model.
     if chat_template_name is None:
         return _valid_copy(live, model.config)
     tokens = tokenizer_of_text(tokenizer)
@@ -45,13 +48,13 @@ def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str 
 
 
 def _valid_copy(live: Any, model_config: Any) -> Any:
-    """Copy the live config, with the settings that the model's config has for it."""
+    """Copy the live config. Add the generation settings that the model's config has."""
     generation = copy.deepcopy(live)
     for name, value in misplaced_settings(model_config).items():
         if getattr(generation, name, None) is None:
             setattr(generation, name, value)
     if getattr(generation, "_original_object_hash", None) == hash(generation):
-        return generation  # unchanged since it was published
+        return generation  # It was not changed since it was loaded.
     return generation if _is_valid(generation) else _with_valid_fields(generation)
 
 
@@ -62,6 +65,7 @@ def misplaced_settings(config: Any) -> dict[str, Any]:
 
 
 def _with_valid_fields(generation: Any) -> Any:
+    """Return a new config with the fields that are valid together. Others have their defaults."""
     repaired = type(generation)()
     defaults = dict(vars(repaired))
     fields = dict(vars(generation))

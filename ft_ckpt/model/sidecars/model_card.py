@@ -1,4 +1,4 @@
-"""The model card of an adapter, as PEFT writes it."""
+"""Writes the model card of an adapter as PEFT does."""
 
 import json
 from functools import lru_cache
@@ -25,7 +25,7 @@ Adapter trained on top of {base}.
 """
 
 
-@lru_cache(maxsize=1)  # compiling its template takes longer than writing an adapter
+@lru_cache(maxsize=1)  # because compiling the template takes longer than writing an adapter
 def blank_card() -> str:
     """Return the empty model card that PEFT starts from."""
     return str(ModelCard.from_template(ModelCardData()))
@@ -34,7 +34,7 @@ def blank_card() -> str:
 def name_base(file: Path, base_id: str | None) -> None:
     """Set the base model in a card to `base_id`.
 
-    Without one, remove a path, which the Hub refuses.
+    If that is None, a local path in the card is removed, because the Hub refuses it.
     """
     card = ModelCard.load(file)
     base_in_card = card.data.base_model
@@ -49,17 +49,18 @@ def name_base(file: Path, base_id: str | None) -> None:
 
 
 def injected_card(config: Any, library: str = "peft") -> str:
-    """Make the model card for injected adapters, as PEFT writes it for a PeftModel.
+    """Make the model card of injected adapters, as PEFT writes it for a PeftModel.
 
-    `library` is the one that reads the adapters.
+    `library` is the library that reads the adapters.
     """
-    # on use, because it is slow to import; a process with adapters has already imported it
+    # peft is imported here because that is slow. A process with adapters has already imported it.
     import peft
 
     base = config.base_model_name_or_path
     method = str(getattr(config.peft_type, "value", config.peft_type)).lower()
     tags = [method, "transformers" if library == "peft" else library]
-    head, base_text = "", "a model that is not on the Hub"
+    head = ""
+    base_text = "a model that is not on the Hub"
     if base and is_hub_name(base):
         tags.append(f"base_model:adapter:{base}")
         head = f"base_model: {json.dumps(base)}\n"  # a JSON string is a YAML string

@@ -1,8 +1,7 @@
-"""Writes the sidecar files of a Hugging Face model: configs and code.
+"""Writes the config and code files of a Hugging Face model, as `save_pretrained` does.
 
-They are the files that `save_pretrained` writes. The code runs on rank 0 only, and parameters may
-be sharded, so no tensor is read. Training continues with the same objects, so fields are set on
-copies.
+This runs on rank 0 only. Parameters can be sharded, so no tensor is read. Training continues with
+the same objects, so fields are set on copies.
 """
 
 import copy
@@ -27,7 +26,7 @@ from ft_ckpt.storage.places import copy_object
 def write_model(folder: Path, model: Any, *, dtype: str, generation: Any = None) -> None:
     """Write configs and code of a Hugging Face model into the existing `folder`.
 
-    `dtype`: torch's name of the stored dtype, such as "bfloat16". `generation`: the result of
+    `dtype` is torch's name of the stored dtype, such as "bfloat16". `generation` is the result of
     `generation_config`. Raises CompanionError when the config refuses to be saved.
     """
     config = _saved_config(model, dtype)
@@ -38,7 +37,8 @@ def write_model(folder: Path, model: Any, *, dtype: str, generation: Any = None)
         raise CompanionError(
             f"config.json: {type(config).__name__} refuses to be saved: {error}"
         ) from error
-    if generation is not None:  # save_pretrained would refuse some published configs
+    if generation is not None:
+        # Not by its save_pretrained, which refuses some published configs.
         generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
@@ -51,7 +51,7 @@ def _saved_config(model: Any, dtype: str) -> Any:
         vars(config).pop(name, None)
     is_cast = dtype != str(model.dtype).removeprefix("torch.")
     for nested in nested_configs(config):
-        nested._name_or_path = ""  # nested configs would store it, and it is a local path
+        nested._name_or_path = ""  # It would be stored, and it can be a local path.
         if is_cast and nested.dtype is not None:
             nested.dtype = dtype
     config.dtype = dtype
@@ -69,9 +69,9 @@ def nested_configs(config: Any) -> Iterator[Any]:
 
 
 def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
-    """Copy the files that define a custom model, and point `config.auto_map` at them.
+    """Copy the files that define a custom model, and set `config.auto_map` to these files.
 
-    Nothing is executed.
+    No code of the model is run.
     """
     cls = user_class(type(model))
     if getattr(cls, "_auto_class", None) is None:
@@ -83,8 +83,8 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
             "move the class to a file of its own",
         )
         return
-    # An empty instance of the user's class, because the source file of FSDP2's class belongs to
-    # torch.
+    # transformers copies the source file of an object's class. FSDP2 replaces the class of the
+    # model by one of torch, so an empty instance of the user's class is given.
     custom_object_save(object.__new__(cls), str(folder), config=config)
     auto_map = getattr(config, "auto_map", None)
     if auto_map:
@@ -96,9 +96,9 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
 
 
 def _localised_entry(entry: Any, folder: Path, source: Path) -> Any:
-    """Copy the file of an `auto_map` entry and return it without "repo--".
+    """Copy the file of an `auto_map` entry, and return the entry without "repo--".
 
-    Unchanged if the file is not local.
+    If the file is not in the folder `source`, the entry is returned unchanged.
     """
     if isinstance(entry, (list, tuple)):
         return [_localised_entry(item, folder, source) for item in entry]

@@ -1,4 +1,4 @@
-"""The sidecar files of a part, as its library writes them."""
+"""Writes the sidecar files of a part as its library does."""
 
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from ft_ckpt.model.tensors import Part
 def check_companions(
     module: nn.Module, tokenizer: Any, chat_template_name: str | None
 ) -> tuple[str, ...]:
-    """Check the tokenizer and the generation settings; return notes on what does not fit in all.
+    """Check that the tokenizer and the generation settings fit the model.
 
-    Raises CompanionError when the tokenizer, or generation settings made from it, do not fit.
+    Returns notes on tokens that the model cannot read. Raises CompanionError when the tokenizer, or
+    generation settings made from it, do not fit.
     """
     if chat_template_name is not None:
         generation_config(module, tokenizer, chat_template_name)
@@ -52,7 +53,7 @@ def write_part_files(
             part.module,
             str(part.adapter),
             base=base,
-            beside=part.beside,
+            base_is_stored=part.base_is_stored,
             base_id=base_id,
             library="diffusers" if part.file == DIFFUSERS_LORA_FILE else "peft",
         )

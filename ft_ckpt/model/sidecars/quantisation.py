@@ -1,4 +1,7 @@
-"""Whether the weights of a model are quantised: packed into smaller types than it computes in."""
+"""Checks whether the weights of a model are quantised.
+
+Quantised weights are packed: stored in smaller types than the model computes in.
+"""
 
 from typing import Any
 
@@ -13,13 +16,15 @@ _PACKED_DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-_PACKED_LAYERS = frozenset(("Linear4bit", "Linear8bitLt"))  # of bitsandbytes
+# The layers of bitsandbytes.
+_PACKED_LAYERS = frozenset(("Linear4bit", "Linear8bitLt"))
 
 
 def is_quantised(model: nn.Module, config: Any) -> bool:
-    """Check whether the weights are packed.
+    """Check whether the weights of a model are packed.
 
-    A merged or dequantised model may still have its quantisation config.
+    A quantisation config alone does not say so, because a merged or dequantised model can still
+    have one.
     """
     settings = getattr(config, "quantization_config", None)
     if settings is None:
@@ -27,7 +32,7 @@ def is_quantised(model: nn.Module, config: Any) -> bool:
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
     is_flagged = bool(getattr(model, "hf_quantizer", None) or getattr(model, "is_quantized", False))
     if is_flagged and "bitsandbytes" not in str(getattr(method, "value", method)):
-        # some methods hide packed weights in tensor subclasses that report the original dtype
+        # Some methods have packed weights in tensor subclasses that report the original dtype.
         return True
     return any(has_packed_tensors(module) for module in model.modules())
 
@@ -35,8 +40,8 @@ def is_quantised(model: nn.Module, config: Any) -> bool:
 def has_packed_tensors(module: nn.Module) -> bool:
     """Check whether a layer has packed weights.
 
-    A layer of bitsandbytes counts by its class name, because FSDP may change its dtype; others by
-    their dtype.
+    A layer of bitsandbytes is recognised by the name of its class, because FSDP can change the
+    dtype of its weights. Other layers are recognised by their dtypes.
     """
     if not _PACKED_LAYERS.isdisjoint(base.__name__ for base in type(module).__mro__):
         return True

@@ -1,4 +1,4 @@
-"""The tokenizer of a model: whether the model has a row for each token, and its files."""
+"""Checks that a model has an embedding row for each token, and writes the tokenizer's files."""
 
 import copy
 from collections.abc import Iterator
@@ -21,11 +21,12 @@ _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> tuple[str, ...]:
     """Return a note on the tokens that have no row in the model's input embedding.
 
-    Additional rows are valid padding. Published models have such tokens: Gemma 3 1B has that of its
-    larger siblings' images. Raises CompanionError for one that a text always has: a special token
-    (end, start, padding, ...), or a token in the chat template.
+    Some published models have such tokens: Gemma 3 1B has the image token of the larger models. But
+    special tokens (end, start, padding, ...) and tokens of the chat template are in every text.
+    Raises CompanionError if one of these has no row. More rows than tokens are valid padding.
     """
-    text_tokenizer, rows = tokenizer_of_text(tokenizer), embedding_rows(model)
+    text_tokenizer = tokenizer_of_text(tokenizer)
+    rows = embedding_rows(model)
     if text_tokenizer is None or rows is None:
         return ()
     tokens = _tokens_from(text_tokenizer, rows)
@@ -51,7 +52,7 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> tuple[str, ...]:
 
 
 def _tokens_from(tokenizer: Any, first_id: int) -> dict[Any, int]:
-    """Return the tokens with an id of at least `first_id`."""
+    """Return the ids of the tokens from `first_id` on, by token."""
     ids = list(range(first_id, len(tokenizer)))
     if not ids:
         return {}
@@ -59,7 +60,7 @@ def _tokens_from(tokenizer: Any, first_id: int) -> dict[Any, int]:
 
 
 def _special_tokens_from(tokenizer: Any, first_id: int) -> list[str]:
-    """Describe each special token with an id of at least `first_id`."""
+    """Return a text for each special token with an id of at least `first_id`."""
     lines = []
     for kind in _SPECIAL_TOKENS:
         number = getattr(tokenizer, f"{kind}_token_id", None)
@@ -79,7 +80,7 @@ def _chat_templates(*owners: Any) -> Iterator[str]:
 
 
 def tokenizer_of_text(tokenizer: Any) -> Any:
-    """Return the tokenizer, or that of a processor; None if a processor has none."""
+    """Return the tokenizer itself, or that of a processor. Return None if a processor has none."""
     text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     return text_tokenizer if hasattr(text_tokenizer, "convert_tokens_to_ids") else None
 
@@ -106,9 +107,10 @@ def token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
 
 
 def embedding_rows(model: nn.Module) -> int | None:
-    """Return the rows of the input embedding, or None if they are unknown.
+    """Return the number of rows of the input embedding, or None if it is unknown.
 
-    Sources of the number are the declared size, the global shape, and the config's vocab_size.
+    It is the size that the embedding layer declares, or the global shape of its weight, or the
+    vocab_size of the config.
     """
     embedding = embedding_of(model)
     rows = getattr(embedding, "num_embeddings", None)
@@ -116,22 +118,25 @@ def embedding_rows(model: nn.Module) -> int | None:
         return rows
     weight = getattr(embedding, "weight", None)
     shape = layout_of(weight).shape if isinstance(weight, torch.Tensor) else ()
-    if len(shape) == 2:  # not the convolution that embeds images
+    if len(shape) == 2:  # A convolution that embeds images has more dimensions.
         return shape[0]
     try:
         config: Any = model.config
         return getattr(config.get_text_config(decoder=True), "vocab_size", None)
-    except (AttributeError, ValueError):  # no config, or several text configs in it
+    except (AttributeError, ValueError):
+        # There is no config, or it has several text configs.
         return None
 
 
 def write_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """Write a tokenizer or processor into `folder`, under classes that transformers finds.
+    """Write the files of a tokenizer or processor into the existing `folder`.
 
-    The folder exists. The live one is not changed.
+    A class that transformers cannot find is stored as an ancestor that it finds. The live tokenizer
+    is not changed.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        tokenizer = copy.deepcopy(tokenizer)  # a processor modifies its tokenizer when it is saved
+        # A processor modifies its tokenizer when it is saved, so both are copied.
+        tokenizer = copy.deepcopy(tokenizer)
     elif _substitutes(tokenizer):
         tokenizer = copy.copy(tokenizer)
     for part, substitute in _substitutes(tokenizer):
@@ -140,7 +145,7 @@ def write_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 def notes_on_classes(tokenizer: Any) -> tuple[str, ...]:
-    """Note the classes of a tokenizer or processor that `write_tokenizer` stores as others."""
+    """Return a note for each class that `write_tokenizer` stores as another one."""
     notes = []
     for part, substitute in _substitutes(tokenizer):
         notes.append(
@@ -151,10 +156,10 @@ def notes_on_classes(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _substitutes(tokenizer: Any) -> list[tuple[Any, type]]:
-    """Return the parts whose class no Auto class finds, each with the ancestor to write instead.
+    """Return the parts of a tokenizer or processor whose class no Auto class finds.
 
-    Such a class is of the script, or a library made it at run time. It is that of a tokenizer or
-    processor, or of a part of one.
+    The script defines such a class, or a library makes it at run time. Each part comes with the
+    ancestor of its class to store it as.
     """
     parts = [tokenizer]
     parts += [part for part in vars(tokenizer).values() if hasattr(part, "save_pretrained")]
@@ -167,9 +172,9 @@ def _substitutes(tokenizer: Any) -> list[tuple[Any, type]]:
 
 
 def _findable_class(cls: type) -> type | None:
-    """Return the class, or its nearest ancestor that transformers finds.
+    """Return the class itself or its nearest ancestor that transformers finds, None without one.
 
-    Such a class has code in its checkpoint, is registered, or is transformers' own.
+    transformers finds its own classes, registered ones, and those whose code is in the checkpoint.
     """
     for base in cls.__mro__:
         has_code = getattr(base, "_auto_class", None) is not None

@@ -1,7 +1,7 @@
-"""The tensors of a live model: entries of a save, stored names, conversions.
+"""Plans which tensors of a live model are stored, under which names, in which dtypes.
 
-Nothing here reads or writes a file. Begin at `entries`, the plan of the stored tensors; `selection`
-fills it for a whole model.
+Nothing here reads or writes a file. Begin at `entries`, which has the classes of the plan. Then
+`selection` makes the plan of a whole model.
 """
 
 import lazy_loader

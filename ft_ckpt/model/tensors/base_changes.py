@@ -1,4 +1,4 @@
-"""How adapters change their base: by their initialisation, or because they are merged into it."""
+"""Finds adapters that change their base: by their initialisation, or because they are merged."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,10 @@ from torch import nn
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.ranks.wrappers import walk_modules
 
-# Initialisations of LoRA that keep the base, and those that change it by a deterministic
-# decomposition. All others (random, or computed from training data) cannot be repeated.
+# These initialisations of LoRA leave the base unchanged.
 _KEEPS_BASE = frozenset({"true", "false", "none", "gaussian", "orthogonal", "eva", "mica"})
+# These change the base by a deterministic decomposition, so they can be repeated at a load. All
+# others cannot be repeated, because they are random or computed from training data.
 _REPEATS = frozenset({"pissa", "olora", "kasa", "loftq"})
 
 
@@ -20,9 +21,9 @@ def keeps_base(config: Any) -> bool:
 
 
 def start_keeps_base(init_lora_weights: Any) -> bool:
-    """Check whether LoRA matrices that are initialised so leave the base unchanged.
+    """Check whether this value of `init_lora_weights` leaves the base unchanged.
 
-    False for an unknown initialisation.
+    Returns False for an unknown value.
     """
     return str(init_lora_weights).lower() in _KEEPS_BASE
 
@@ -39,9 +40,9 @@ def _changes_of_base(config: Any) -> list[str]:
 
 
 def irreproducible(configs: Mapping[str, Any]) -> str:
-    """Return why the base of adapters with these configs cannot be recreated; "" if it can.
+    """Return why the base of adapters with these configs cannot be recreated, or "" if it can.
 
-    LoftQ is repeatable in its first iteration only: later ones quantise the residual of a
+    Only the first iteration of LoftQ can be repeated. Later ones quantise the residual of a
     decomposition, whose last digits differ between machines.
     """
     reasons = []
@@ -60,7 +61,7 @@ def irreproducible(configs: Mapping[str, Any]) -> str:
 def refuse_merged(module: nn.Module) -> None:
     """Raise SelectionError naming the layers that have an adapter merged into them.
 
-    Their base weights contain the adapter and would be stored as those of the plain base.
+    Their base weights contain the adapter. They would be stored as the weights of the base.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

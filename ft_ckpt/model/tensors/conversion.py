@@ -1,6 +1,8 @@
-"""Conversion of a model's tensors whose names, form or dtypes differ between memory and file.
+"""Plans the stored tensors whose names, shapes or dtypes differ from those in memory.
 
-Planning needs names, shapes and dtypes only: transformers converts tensors on the meta device.
+transformers stores some models in another form than it has them in memory. For example, it has the
+experts of a layer in one tensor, and stores each expert separately. Planning needs names, shapes
+and dtypes only, so transformers converts tensors on the meta device for it.
 """
 
 import re
@@ -21,9 +23,9 @@ _CAST_DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.fl
 
 
 def load_conversion_table() -> None:
-    """Build transformers' conversion table before training starts.
+    """Build transformers' conversion table, which takes 60 ms, once per process.
 
-    It takes 60 ms, once per process.
+    Called before training starts, so that the first save does not wait for it.
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -31,7 +33,7 @@ def load_conversion_table() -> None:
 
 
 def stored_as_in_memory(module: nn.Module, sources: Mapping[str, Source]) -> bool:
-    """Check whether transformers stores this model's tensors by their names and forms in memory."""
+    """Check whether transformers stores the tensors of this model as it has them in memory."""
     for entry in converted_entries(module, sources):
         if sources.get(entry.name) is not entry.source:
             return False
@@ -39,24 +41,25 @@ def stored_as_in_memory(module: nn.Module, sources: Mapping[str, Source]) -> boo
 
 
 def converted_entries(module: Any, sources: Mapping[str, Source]) -> list[Entry]:
-    """Return the entries under the names that transformers writes.
+    """Return the entries of a transformers model, under the names that transformers writes.
 
-    For some architectures they differ from those in memory. The conversion runs on meta tensors: a
-    tensor returned as the same object was only renamed and is streamed. The others are converted in
-    groups, one per layer if the layers can be converted independently.
+    transformers converts placeholders on the meta device. If it returns a placeholder itself, the
+    tensor was only renamed. Then the entry has it as its source. All other tensors were computed.
+    Their entries have a group that computes them, one for each layer if layers can be converted
+    independently.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     placeholders = _placeholders_for(sources)
     described = with_whole_parameters(module, placeholders)
     if _has_conversions_of_adapter(module):
-        # transformers then takes those of the model's class
+        # If it is None, transformers takes the conversions of the model's class.
         vars(described)["_weight_conversions"] = None
     stored: dict[str, Tensor] = revert_weight_conversion(described, dict(placeholders))
     name_of = {id(tensor): name for name, tensor in placeholders.items()}
     computed_names = [name for name, tensor in stored.items() if id(tensor) not in name_of]
-    streamed = {name_of.get(id(tensor)) for tensor in stored.values()}
-    converted = {name: source for name, source in sources.items() if name not in streamed}
+    renamed = {name_of.get(id(tensor)) for tensor in stored.values()}
+    converted = {name: source for name, source in sources.items() if name not in renamed}
     groups = _conversion_groups(described, converted, computed_names, revert_weight_conversion)
     entries = []
     for name, tensor in stored.items():
@@ -70,9 +73,9 @@ def converted_entries(module: Any, sources: Mapping[str, Source]) -> list[Entry]
 
 
 def _placeholders_for(sources: Mapping[str, Source]) -> dict[str, Tensor]:
-    """Make a meta tensor for each name.
+    """Make a tensor on the meta device for each name.
 
-    Tensors of one shape and dtype are made from one, which is faster.
+    Tensors of the same shape and dtype are made from one, which is faster.
     """
     empty: dict[tuple[Any, torch.dtype], Tensor] = {}
     placeholders = {}
@@ -80,14 +83,14 @@ def _placeholders_for(sources: Mapping[str, Source]) -> dict[str, Tensor]:
         key = source.shape, source.dtype
         if key not in empty:
             empty[key] = torch.empty(source.shape, dtype=source.dtype, device="meta")
-        placeholders[name] = empty[key].detach()  # an object for each name
+        placeholders[name] = empty[key].detach()  # another object for each name
     return placeholders
 
 
 def _has_conversions_of_adapter(module: Any) -> bool:
-    """Check whether transformers read an adapter into the model and kept its conversions.
+    """Check whether the conversions that transformers has kept are those of an adapter.
 
-    Then it has lost those of the base.
+    It keeps them when it reads an adapter into the model, and loses those of the base.
     """
     for conversion in getattr(module, "_weight_conversions", None) or ():
         if any(pattern.startswith(PREFIX) for pattern in conversion.source_patterns):
@@ -96,10 +99,10 @@ def _has_conversions_of_adapter(module: Any) -> bool:
 
 
 def with_whole_parameters(module: nn.Module, placeholders: Mapping[str, Tensor]) -> Any:
-    """Copy the model, so that it gives transformers the whole parameter of a name.
+    """Return a shallow copy of the model whose `get_parameter` returns `placeholders`.
 
-    transformers asks a model for the shapes of parameters. In the model itself one may be inside a
-    PEFT layer or a wrapper, or an engine has cut or flattened it.
+    transformers asks a model for the shapes of its parameters. In the model itself, a parameter can
+    be inside a PEFT layer or a wrapper, or an engine has cut or flattened it.
     """
     described = shallow_copy(module)
     vars(described)["get_parameter"] = placeholders.__getitem__
@@ -108,15 +111,19 @@ def with_whole_parameters(module: nn.Module, placeholders: Mapping[str, Tensor])
 
 @dataclass(frozen=True, eq=False)
 class _RevertedConversion:
-    """Computes stored tensors from tensors of the model, by transformers."""
+    """Computes stored tensors from tensors of the model, with transformers' `revert`.
+
+    `names` has the name in the module of each source, by the name of the source.
+    """
 
     module: Any
-    names: Mapping[str, str]  # in the module, by name of the source
+    names: Mapping[str, str]
     revert: Callable[..., dict[str, Tensor]]
 
     def convert(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the stored tensors by name, from the full live tensors by name."""
-        return self.revert(self.module, {self.names[name]: tensor for name, tensor in full.items()})
+        """Compute the stored tensors, by stored name. `full` has the unsharded sources, by name."""
+        live = {self.names[name]: tensor for name, tensor in full.items()}
+        return self.revert(self.module, live)
 
 
 def _conversion_groups(
@@ -125,14 +132,17 @@ def _conversion_groups(
     computed_names: Iterable[str],
     revert: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Group]:
-    """Return the group that computes each stored name.
+    """Return the group that computes each of `computed_names`.
 
-    One group for all if layers do not convert independently.
+    First each layer is tried as a group of its own. If that does not give all names, because layers
+    cannot be converted independently, all converted tensors are one group. Raises SelectionError if
+    that does not give all names either.
     """
     layers: dict[str, list[str]] = {}
     for name in converted:
         layers.setdefault(re.sub(r"(\.\d+\.).*", r"\1", name), []).append(name)
-    computed, unattributed = set(computed_names), set[str]()
+    computed = set(computed_names)
+    unattributed: set[str] = set()
     for division in (list(layers.values()), [list(converted)]):
         groups: dict[str, Group] = {}
         for names in division:
@@ -161,7 +171,11 @@ def _empty_tensors(sources: Iterable[Source]) -> dict[str, Tensor]:
 
 
 def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tuple[Entry, ...]:
-    """Cast the entries by the policy `dtype`: a dtype of torch, "config" or "as_is"."""
+    """Return the entries with the dtypes that they are stored in.
+
+    `dtype` is a dtype of torch, "config" for the dtype of the model's config, or "as_is". Tensors
+    that the class keeps in float32 stay so.
+    """
     target: Any = dtype
     if dtype == "config":
         target = getattr(getattr(module, "config", None), "dtype", None)
@@ -182,7 +196,7 @@ def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tup
 
 
 def kept_in_float32(module: nn.Module, target: torch.dtype) -> tuple[str, ...]:
-    """Return name steps of tensors that the class keeps in float32 when others are in `target`."""
+    """Return steps of names whose tensors the class keeps in float32, with others in `target`."""
     steps = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     if target == torch.float16:
         steps += tuple(getattr(module, "_keep_in_fp32_modules", None) or ())

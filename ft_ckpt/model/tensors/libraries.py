@@ -1,6 +1,6 @@
-"""The libraries that save models in a layout of their own, recognised by class names.
+"""Recognises models of transformers and diffusers by their class names, without importing these.
 
-None of them is imported here.
+Both libraries store their models in a layout of their own.
 """
 
 from collections.abc import Mapping
@@ -11,17 +11,25 @@ from torch import nn
 
 from ft_ckpt.checkpoint.manifest import DIFFUSERS_MODEL_FILE
 
-ADAPTER_FILE = "adapter_model"  # of PEFT
-PREFIX = "base_model.model."  # of PEFT, before the names of its tensors in the base model
+# PEFT's name of weight files, without ending.
+ADAPTER_FILE = "adapter_model"
+# PEFT puts this before the name of a tensor in the base model.
+PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library with `save_pretrained` and `from_pretrained`, and the file names that it reads."""
+    """A library whose models have `save_pretrained` and `from_pretrained`.
+
+    Attributes:
+        package: its name as a Python package.
+        base_classes: names of classes from which all its models with a config derive.
+        model_file: name of its weight files, without ending and shard number.
+    """
 
     package: str
-    base_classes: frozenset[str]  # all its models with a config derive from them
-    model_file: str  # the name of its weight files, without ending and shard number
+    base_classes: frozenset[str]
+    model_file: str
 
 
 TRANSFORMERS = Library("transformers", frozenset(("PreTrainedModel",)), "model")
@@ -30,7 +38,7 @@ _LIBRARIES = (TRANSFORMERS, DIFFUSERS)
 
 
 def library_of(module: nn.Module) -> Library | None:
-    """Return the library whose model class `module` has; None for a plain module."""
+    """Return the library that `module` is a model of, or None for a plain module."""
     for library in _LIBRARIES:
         prefix = f"{library.package}."
         classes = [cls for cls in type(module).__mro__ if cls.__module__.startswith(prefix)]
@@ -40,5 +48,5 @@ def library_of(module: nn.Module) -> Library | None:
 
 
 def is_config_of_diffusers(config: Mapping[str, Any]) -> bool:
-    """Check whether diffusers wrote this content of config.json."""
+    """Check whether diffusers wrote a config.json with these fields."""
     return "_diffusers_version" in config

@@ -1,4 +1,4 @@
-"""The adapters that a save merges, as its argument `merged` chooses them."""
+"""Parses the argument `merged` of a save, which chooses the adapters to merge."""
 
 import math
 from collections.abc import Iterable, Mapping, Set
@@ -8,14 +8,14 @@ from typing import Any
 
 from ft_ckpt.errors import ConfigError
 
-Merged = bool | str | Iterable[str] | Mapping[str, float]  # the argument of a save
+Merged = bool | str | Iterable[str] | Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class MergeChoice:
-    """The adapters to merge: `adapters`, or the active ones if empty.
+    """The adapters to merge. If `adapters` is empty, these are the active ones.
 
-    Each multiplied by its weight, if given.
+    If `weights` is not empty, each adapter is multiplied by its weight.
     """
 
     adapters: tuple[str, ...] = ()
@@ -25,11 +25,12 @@ class MergeChoice:
 def merge_choice(
     merged: Merged, excluded: Mapping[str, Any] = MappingProxyType({})
 ) -> MergeChoice | None:
-    """Parse the argument `merged`: True, False, names of adapters, or names with weights.
+    """Parse the argument `merged`. Return None if no adapter is merged.
 
-    True stands for the active adapters, False for none. `excluded` has the arguments that a merge
-    excludes, by name. Raises ConfigError for anything else, repeated names, weights that are not
-    finite, and for an excluded argument that is neither None nor False.
+    `merged` is True for the active adapters, False for none, names of adapters, or names with
+    weights. `excluded` has other arguments of the save, by name, which must be None or False in a
+    merge. Raises ConfigError if one of them is given, for repeated names, for weights that are not
+    finite, and for any other value of `merged`.
     """
     contradicting = []
     for name, value in excluded.items():
@@ -63,9 +64,9 @@ def merge_choice(
 
 
 def finite_numbers(values: Any) -> list[float]:
-    """Return the values as floats.
+    """Return the values as floats, or an empty list if they are not finite numbers in an order.
 
-    Empty unless they are finite numbers in an order: no string, mapping or set.
+    A string, a mapping and a set are not.
     """
     if isinstance(values, (str, bytes, bytearray, Mapping, Set)):
         return []
@@ -74,6 +75,6 @@ def finite_numbers(values: Any) -> list[float]:
         for value in values:
             numbers.append(math.nan if isinstance(value, (str, bytes)) else float(value))
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        # the last from a tensor of several elements
+        # A tensor of several elements raises the RuntimeError.
         return []
     return numbers if all(map(math.isfinite, numbers)) else []

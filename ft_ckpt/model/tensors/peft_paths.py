@@ -1,4 +1,9 @@
-"""The names of a model with PEFT adapters: which belong to the base, and their names in it."""
+"""Translates the names of tensors in a model with PEFT adapters to their names in the base model.
+
+PEFT puts a layer of its own around a layer of the base. For example, the weight of the base layer
+"q_proj" is "q_proj.base_layer.weight" in a model with adapters, and the adapter's matrix is
+"q_proj.lora_A.NAME.weight". A step is a name between two dots.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
@@ -11,27 +16,29 @@ from ft_ckpt.model.tensors.libraries import PREFIX
 from ft_ckpt.ranks.wrappers import unwrap, walk_modules
 
 Value = TypeVar("Value")
-TO_BASE = ("base_layer", "original_module")  # the child of a PEFT layer that is the base layer
-BASE_STEPS = (*TO_BASE, "token_adapter")  # children of PEFT layers on the path to the base layer
+# Names of the child of a PEFT layer that is the layer of the base.
+TO_BASE = ("base_layer", "original_module")
+# Names of all children of PEFT layers that lead to the layer of the base.
+BASE_STEPS = (*TO_BASE, "token_adapter")
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Check whether the module carries PEFT adapters, wrapped in a PeftModel or injected."""
+    """Check whether the module has PEFT adapters, as a PeftModel or injected into it."""
     return bool(getattr(module, "peft_config", None))
 
 
 def is_peft_model(module: nn.Module) -> bool:
-    """Check whether the module is a PeftModel, not a model with adapters injected into it."""
+    """Check whether the module is a PeftModel. A model with injected adapters is none."""
     has_base = hasattr(module, "base_model") and hasattr(module, "get_base_model")
     return has_adapters(module) and has_base
 
 
 def active_adapters(module: Any) -> list[str]:
-    """Name the active adapters, of a PeftModel or injected."""
+    """Return the names of the active adapters."""
     active = getattr(module, "active_adapters", None)
     if not active or callable(active):
-        # Injected: transformers' method raises if PEFT did it, or is older than transformers asks
-        # for; the layers know.
+        # The adapters are injected. transformers has a method for their names, which raises if PEFT
+        # has injected them, or if PEFT is too old for it. So the layers are asked.
         active = _active_on_layers(module)
     return [active] if isinstance(active, str) else list(active)
 
@@ -46,18 +53,18 @@ def _active_on_layers(module: nn.Module) -> Any:
 
 
 def model_below(module: Any) -> Any:
-    """Return the base model, which has the adapters' layers in it."""
+    """Return the base model. It still has the layers of the adapters in it."""
     return module.get_base_model() if is_peft_model(module) else module
 
 
 def entries_of_base(module: nn.Module, entries: Mapping[str, Value]) -> Iterator[tuple[str, Value]]:
-    """Yield the entries of a model's state dict that belong to its base, by their names there."""
+    """Yield the entries of a state dict that belong to the base, with their names in the base."""
     base_steps_at = layers_with_base(module)
     root = root_steps(module)
     for name, value in entries.items():
         steps = name.split(".")
         if steps[: len(root)] != root:
-            continue  # a prompt encoder, a projection shared by all layers
+            continue  # such as a prompt encoder, or a projection shared by all layers
         steps_in_base = _without_peft_layers(steps, base_steps_at)
         if steps_in_base is not None:
             yield ".".join(steps_in_base[len(root) :]), value
@@ -66,7 +73,7 @@ def entries_of_base(module: nn.Module, entries: Mapping[str, Value]) -> Iterator
 def _without_peft_layers(
     steps: list[str], base_steps_at: Mapping[str, tuple[str, ...]]
 ) -> list[str] | None:
-    """Return the path without the steps of PEFT layers; None if it belongs to an adapter."""
+    """Return the path without the steps of PEFT layers, or None if it belongs to an adapter."""
     steps_in_base = []
     path = ""
     for step in steps:
@@ -80,7 +87,7 @@ def _without_peft_layers(
 
 
 def root_steps(module: Any) -> list[str]:
-    """Return the steps from a PeftModel to its base; none where adapters are injected."""
+    """Return the steps from a PeftModel to its base, or none if adapters are injected."""
     if not is_peft_model(module):
         return []
     if hasattr(module.base_model, "peft_config"):
@@ -89,7 +96,7 @@ def root_steps(module: Any) -> list[str]:
 
 
 def layers_with_base(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, by path, the names of each PEFT layer's children that contain base tensors."""
+    """Return the names of the children that contain base tensors, by path of the PEFT layer."""
     layers = {}
     for path, _, layer in walk_modules(module):
         steps = _steps_to_base(layer)
@@ -99,9 +106,9 @@ def layers_with_base(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _steps_to_base(module: nn.Module) -> tuple[str, ...]:
-    """Name the children of a PEFT layer that contain base tensors.
+    """Return the names of the children of a PEFT layer that contain base tensors.
 
-    () for another module.
+    Returns () for another module.
     """
     from peft.tuners.adaption_prompt.layer import AdaptedAttention, AdaptedAttentionGPT
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -109,11 +116,13 @@ def _steps_to_base(module: nn.Module) -> tuple[str, ...]:
 
     if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
         return BASE_STEPS
-    return ("model",) if isinstance(module, (AdaptedAttention, AdaptedAttentionGPT)) else ()
+    if isinstance(module, (AdaptedAttention, AdaptedAttentionGPT)):
+        return ("model",)
+    return ()
 
 
 def without_adapters(module: nn.Module) -> nn.Module:
-    """Return the base layer, unwrapped, inside a PEFT layer; any other module unwrapped."""
+    """Return the base layer inside a PEFT layer, or any other module, without wrappers."""
     module = unwrap(module)
     for step in _steps_to_base(module):
         child = module._modules.get(step)
@@ -123,24 +132,28 @@ def without_adapters(module: nn.Module) -> nn.Module:
 
 
 def peft_name(name: str, file: str) -> str:
-    """Return PEFT's name of the tensor `name` in an adapter's weight file `file`.
+    """Return the name that PEFT would give the tensor `name` of an adapter's weight file `file`.
 
-    The file may be in the layout of diffusers.
+    It is `name`, unless the file is in the layout of diffusers.
     """
     if not PurePosixPath(file).name.startswith(DIFFUSERS_LORA_FILE):
         return name
-    return PREFIX + name.partition(".")[2]  # without the component of a pipeline
+    # The first step is the component of a pipeline.
+    return PREFIX + name.partition(".")[2]
 
 
 def base_name(stored_name: str) -> str:
-    """Return the base's name of an adapter's stored tensor, without the steps that PEFT adds."""
+    """Return a stored name of PEFT without the prefix and the steps that PEFT adds.
+
+    For a tensor of the base, that is its name in the base.
+    """
     steps = stored_name.removeprefix(PREFIX).split(".")
     return ".".join(step for step in steps if step not in BASE_STEPS)
 
 
 def stored_base_names(record: PartRecord) -> set[str]:
-    """Return the names in the base model of all stored tensors of an adapter.
+    """Return `base_name` of all stored tensors of an adapter.
 
-    Those of base tensors are among them.
+    The names of the base tensors that it replaces are among them.
     """
     return {base_name(peft_name(tensor.name, tensor.file)) for tensor in record.tensors}

@@ -1,7 +1,10 @@
-"""Selects the tensors of a save and their names: whole models, submodels, plain modules.
+"""Selects the tensors that a save stores of a whole model or module, and their stored names.
 
-Works on names, shapes and dtypes only, without reading a tensor or communicating. The result is a
-list of parts, each a loadable folder, whose entries name the source of every stored tensor.
+Works on names, shapes and dtypes only. No tensor is read, and ranks do not communicate. The result
+is a part, whose entries say from which tensor of the live model each stored tensor is made.
+
+Tied tensors are one parameter under several names. One name is stored, and the part records the
+others, its aliases.
 """
 
 import re
@@ -23,7 +26,7 @@ from ft_ckpt.ranks.wrappers import walk_modules
 
 
 def tensor_at(module: nn.Module, name: str) -> Any:
-    """Return the attribute of `module` under a dotted name; None if there is none."""
+    """Return the attribute of `module` under a dotted name, or None if there is none."""
     path, _, key = name.rpartition(".")
     try:
         return getattr(module.get_submodule(path), key)
@@ -38,9 +41,10 @@ def put_at(module: nn.Module, name: str, value: Any) -> None:
 
 
 def model_part(view: View, name: str, path: str, dtype: str) -> Part:
-    """Make the part for a module saved in full.
+    """Make the part of a module that is saved in full.
 
-    It has the tensors that `save_pretrained` writes, or all of a plain module.
+    For a model of a library, it has the tensors that `save_pretrained` writes. For a plain module,
+    it has all tensors.
     """
     _refuse_unserialisable(view.module)
     library = library_of(view.module)
@@ -67,7 +71,7 @@ def _transformers_part(view: View, name: str, path: str, dtype: str) -> Part:
         cast_entries(entries, view.module, dtype),
         file=TRANSFORMERS.model_file,
         ties=selection.ties,
-        doubtful=tuple(diverged_ties(view)),
+        diverged_ties=tuple(diverged_ties(view)),
         tensors=view.sources,
         omitted=selection.omitted_from(view),
     )
@@ -90,7 +94,10 @@ def _plain_part(view: View, name: str, path: str, dtype: str) -> Part:
 
 
 def _rounded_by_others(part: Part) -> tuple[str, ...]:
-    """Note the tensors that plain `from_pretrained` rounds: it loads all in the config's dtype."""
+    """Return a note on the tensors that transformers' own `from_pretrained` would round.
+
+    It loads all tensors in the dtype of the config.
+    """
     main = dtype_of(part.main_dtype)
     wide_steps = set(kept_in_float32(part.module, main))
     rounded = []
@@ -108,14 +115,14 @@ def _rounded_by_others(part: Part) -> tuple[str, ...]:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Check whether it is a transformers model."""
+    """Check whether a module is a model of transformers."""
     return library_of(module) is TRANSFORMERS
 
 
 def made_by_class(module: Any) -> frozenset[str]:
-    """Name the tensors that a transformers model recomputes when it is loaded, such as sines.
+    """Return the names of tensors that a transformers model does not save.
 
-    It does not save them.
+    It computes them when it is loaded, for example sines of positions.
     """
     if not is_pretrained(module):
         return frozenset()
@@ -123,11 +130,11 @@ def made_by_class(module: Any) -> frozenset[str]:
 
 
 def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
-    """Return the parts, with a note on each module that has its own `save_pretrained`.
+    """Refuse modules that read only a layout of their own, unless it is a checkpoint of a run.
 
-    Such classes (SentenceTransformer, wrappers with a value head) read only the layout that they
-    write. Unless `is_run`, raises SelectionError naming them, or PEFT models whose adapters PEFT
-    cannot load.
+    These are classes with their own `save_pretrained`, such as SentenceTransformer or wrappers with
+    a value head. Also refuses PEFT models whose adapters PEFT cannot load. Raises SelectionError
+    naming them. If `is_run`, returns the parts with a note on each such class instead.
     """
     if not is_run:
         _refuse_stacked(parts)
@@ -165,7 +172,7 @@ def _refuse_stacked(parts: Sequence[Part]) -> None:
 
 
 def _is_stacked(module: nn.Module) -> bool:
-    """Check whether it is a PeftMixedModel, or contains a PeftModel."""
+    """Check whether a module is a PeftMixedModel, or contains a PeftModel."""
     if "PeftMixedModel" in _class_names(module):
         return True
     for child in module.modules():
@@ -207,9 +214,9 @@ def _pretrained_below(part: Part) -> list[str]:
 
 
 def _refuse_unserialisable(module: Any) -> None:
-    """Raise SelectionError for quantisers whose weights cannot be stored.
+    """Raise SelectionError for a quantised model whose weights cannot be stored.
 
-    Those of torchao are tensor subclasses, others are not serialisable.
+    The weights are tensor subclasses (torchao), or its quantiser says that they cannot be stored.
     """
     quantizer = getattr(module, "hf_quantizer", None)
     if quantizer is None:
@@ -223,7 +230,10 @@ def _refuse_unserialisable(module: Any) -> None:
 
 
 def _makes_subclasses(quantizer: Any) -> bool:
-    """Check whether the quantiser describes its tensors itself, instead of by the base class."""
+    """Check whether the weights are tensor subclasses.
+
+    Their quantiser overrides `get_state_dict_and_metadata` of the base class.
+    """
     for cls in type(quantizer).__mro__:
         if "get_state_dict_and_metadata" in vars(cls):
             return cls.__name__ != "HfQuantizer"
@@ -232,21 +242,28 @@ def _makes_subclasses(quantizer: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Selection:
-    """The tensors of a module to store by name, without second names of one tensor."""
+    """The tensors of a module to store, each under one name.
+
+    Attributes:
+        sources: the tensors, by stored name.
+        ties: names of each tied tensor. The first one is the stored name.
+        notes: texts for the report of the save.
+    """
 
     sources: Mapping[str, Source]
     ties: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
 
     def omitted_from(self, view: View) -> tuple[Source, ...]:
+        """Return the tensors of `view` that are stored under none of their names."""
         keys = {source.key for source in self.sources.values()}
         return tuple(source for source in view.sources.values() if source.key not in keys)
 
 
 def _tied_names(view: View, names: Sequence[str]) -> list[list[str]]:
-    """Return the names of each tensor that has several.
+    """Return the names of each tensor that has several names.
 
-    Ties are found by parameter identity, never by storage.
+    Two names are tied if they are the same parameter. Parameters that only share memory are not.
     """
     groups: dict[int, list[str]] = {}
     for name in names:
@@ -257,7 +274,7 @@ def _tied_names(view: View, names: Sequence[str]) -> list[list[str]]:
 
 
 def _without_aliases(view: View) -> _Selection:
-    """Select all tensors of a plain module, under their first names."""
+    """Select all tensors of a plain module, each under its first name."""
     ties = [tuple(group) for group in _tied_names(view, list(view.sources))]
     sources = dict(view.sources)
     for _, *aliases in ties:
@@ -267,7 +284,11 @@ def _without_aliases(view: View) -> _Selection:
 
 
 def _without_class_aliases(view: View) -> _Selection:
-    """Select the tensors of a transformers model by the names that its class ties to no others."""
+    """Select the tensors of a transformers model, under the names that `from_pretrained` needs.
+
+    These are the names that the class does not tie to others when it loads the model. Tensors that
+    the class computes at a load are left out, unless they are trained.
+    """
     recomputed = made_by_class(view.module)
     names = []
     for name, source in view.sources.items():
@@ -290,24 +311,27 @@ def _without_class_aliases(view: View) -> _Selection:
     for name, source in view.sources.items():
         name_of.setdefault(id(source), name)
     for alias_source, main_source in diverged_ties(view):
-        alias, main = name_of[id(alias_source)], name_of[id(main_source)]
+        alias = name_of[id(alias_source)]
+        main = name_of[id(main_source)]
         if alias not in dropped and main not in dropped:
-            dropped.add(alias)  # the saver compares the two before it commits
+            # The save compares the values of both before it commits.
+            dropped.add(alias)
             ties.append((main, alias))
     sources = {name: view.sources[name] for name in names if name not in dropped}
     return _Selection(sources, tuple(ties), tuple(notes))
 
 
 def diverged_ties(view: View) -> list[tuple[Source, Source]]:
-    """Return pairs (alias, main) that the model declares tied but that are two tensors in memory.
+    """Return pairs (alias, main) of different tensors that the class declares tied.
 
-    Compared at the save.
+    The save compares their values.
     """
     declared = getattr(view.module, "all_tied_weights_keys", None) or {}
     patterns = _alias_patterns(view.module) if declared else []
     pairs = []
     for alias, main in declared.items():
-        alias_source, main_source = view.sources.get(alias), view.sources.get(main)
+        alias_source = view.sources.get(alias)
+        main_source = view.sources.get(main)
         if alias_source is None or main_source is None or not _is_alias(alias, patterns):
             continue
         if alias_source.key != main_source.key:
@@ -322,13 +346,13 @@ def _is_alias(name: str, patterns: Sequence[str]) -> bool:
 def _alias_patterns(module: nn.Module) -> list[str]:
     """Return patterns of the names that transformers ties to others when it loads `module`.
 
-    The config decides. transformers does not tie again parameters that were tied by hand: a name in
-    no file would be initialised randomly.
+    The class and its config decide which. transformers does not tie parameters again that a script
+    has tied. If such a name were in no file, transformers would initialise it randomly.
     """
     patterns = []
     for path, _, inner in walk_modules(module):
-        # From the class or the instance dict: `getattr` of an absent attribute of a module is slow,
-        # and most lack it.
+        # Most modules lack the attribute, and `getattr` of an absent attribute of a module is slow.
+        # So the class and the dict of the instance are looked at.
         class_keys = getattr(type(inner), "_tied_weights_keys", None)
         keys = vars(inner).get("_tied_weights_keys", class_keys) or ()
         config = getattr(inner, "config", None) if keys else None

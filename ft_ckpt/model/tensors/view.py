@@ -1,4 +1,8 @@
-"""A module of the live model with its tensors; of a model with adapters, the base in it."""
+"""Views: a module of the live model with its tensors, under names relative to the module.
+
+The view of a model with adapters also gives the view of the base in it, with the names that the
+tensors had before the adapters were added.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,11 +25,17 @@ from ft_ckpt.ranks.wrappers import unwrap
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A module of the live model, unwrapped, with its tensors by relative name."""
+    """A module of the live model with its tensors.
 
-    module: Any  # an nn.Module of any class
+    Attributes:
+        module: an nn.Module of any class, without wrappers.
+        sources: its tensors, by name in the module.
+        extra: the non-tensor values of its state dict, by name in the module.
+    """
+
+    module: Any
     sources: Mapping[str, Source] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)  # non-tensor values of its state dict
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_adapters(self) -> bool:
@@ -33,21 +43,21 @@ class View:
 
     @property
     def active_adapters(self) -> list[str]:
-        """Names of the active adapters, of a PeftModel or injected."""
+        """The names of the active adapters."""
         return active_adapters(self.module)
 
     @property
     def base(self) -> "View":
-        """The base model, with its names from before the adapters were added."""
+        """The view of the base model, with the names from before the adapters were added."""
         extra = dict(entries_of_base(self.module, self.extra))
         return View(model_below(self.module), dict(self.base_sources()), extra)
 
     def base_sources(self) -> Iterator[tuple[str, Source]]:
-        """Yield (name in the base model, source) of every tensor of the base model."""
+        """Yield the tensors of the base model, each with its name in the base model."""
         return entries_of_base(self.module, self.sources)
 
     def path_in_base(self, path: str) -> str:
-        """Return the path in the base model of the module at `path`, which is in no PEFT layer."""
+        """Return the path in the base model of a module that is in no PEFT layer."""
         return ".".join(path.split(".")[len(root_steps(self.module)) :])
 
 
@@ -57,10 +67,11 @@ def view_of(
     attribute: str = "",
     extra: Mapping[str, Any] | None = None,
 ) -> View:
-    """Return a view of the whole model, or of the submodule at the dotted path `attribute`.
+    """Return the view of the model, or of its submodule at the dotted path `attribute`.
 
-    `sources`: the tensors of the model. Raises UnknownAttributeError naming the existing
-    submodules, SelectionError when it is not a module, IncompleteError when it has no tensors.
+    `sources` and `extra` are those of the whole model. Raises UnknownAttributeError naming the
+    existing submodules, SelectionError when the attribute is not a module, IncompleteError when it
+    has no tensors.
     """
     module = module_at(model, attribute)
     prefix = f"{attribute}." if attribute else ""
@@ -81,9 +92,9 @@ def view_of(
 
 
 def module_at(model: nn.Module, attribute: str) -> nn.Module:
-    """Return the model, or its submodule at the dotted path `attribute`, unwrapped.
+    """Return the model, or its submodule at the dotted path `attribute`, without wrappers.
 
-    Raises errors as `view_of`.
+    Raises UnknownAttributeError and SelectionError as `view_of`.
     """
     module = unwrap(model)
     for step in attribute.split(".") if attribute else []:
@@ -104,13 +115,22 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
 
 
 def _with_raw_below(source: Source, depth: int) -> Source:
-    """Make the source's raw name relative to the unwrapped submodule `depth` attributes down."""
+    """Return the source with a raw name that is relative to a submodule.
+
+    The submodule is `depth` attributes below the model, and is taken without wrappers. A raw name
+    has steps of wrappers, which `source.name` lacks. For example, for depth 1 the raw name
+    "module.policy._fsdp_wrapped_module.lm_head.weight" becomes "lm_head.weight".
+    """
     if not depth and source.raw_name == source.name:
         return source
-    steps, names = source.raw_name.split("."), source.name.split(".")
-    attributes, first_below = names[:depth], names[depth]
-    while attributes or steps[0] != first_below:  # steps of wrappers are left out as well
-        if steps.pop(0) == next(iter(attributes), None):
+    steps = source.raw_name.split(".")
+    names = source.name.split(".")
+    attributes = names[:depth]
+    first_below = names[depth]
+    # Steps of wrappers between the attributes, and after the last one, are removed as well.
+    while attributes or steps[0] != first_below:
+        step = steps.pop(0)
+        if attributes and step == attributes[0]:
             attributes.pop(0)
     raw_name = ".".join(steps)
     return source if raw_name == source.raw_name else replace(source, raw_name=raw_name)

@@ -87,7 +87,7 @@ class TrainingRun:
     def note_base(self) -> None:
         """Record the base of the model's adapters as the script has made it."""
         if self.objects.has_model:
-            self.base.note_base(self.model, current_ranks().rank)
+            self.base.sample_base(self.model, current_ranks().rank)
 
     @property
     def model(self) -> nn.Module:

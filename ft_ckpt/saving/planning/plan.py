@@ -72,7 +72,7 @@ def _plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
     for part in parts:
         separate = frozen_names(part, frozenset(frozen), reuse)
         plans.append(plan_part(part, request.max_shard_bytes, request.format, separate))
-        ties_to_check += part.doubtful
+        ties_to_check += part.diverged_ties
         for entry in part.entries:
             stored += entry.sources
         if part.base:

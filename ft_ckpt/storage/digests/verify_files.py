@@ -1,8 +1,8 @@
 """Compares files with their recorded digests before their first use.
 
 Processes that see the same files share the work. Each process computes the digests of the bytes
-that some of the writers wrote (`share_files`, `digest_shares`). Then one process gets the digests
-of all and compares them with the records (`compare_digests`).
+that some of the writers wrote (`share_files`, `digest_shares`). Then the digests of all processes
+are compared with the records (`compare_digests`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -148,8 +148,8 @@ def create_file(
     """Create the file `draft`, which will be moved to `path`.
 
     If `path` exists, the draft gets its permissions, limited by `max_mode`. The space of the draft
-    is allocated. But if several processes write to it (`shared`), one of them has called
-    `allocate_file` before. Raises NoSpaceError when there is not enough space, TargetError when
+    is allocated, unless several processes write to it (`shared`). `allocate_file` allocates the
+    space of such a file. Raises NoSpaceError when there is not enough space, TargetError when
     `draft` cannot be created, or exists and is not `shared`.
     """
     with explained(path):

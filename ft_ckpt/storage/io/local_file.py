@@ -174,9 +174,9 @@ class MappedBytes:
     ) -> memoryview:
         """Return a view of `size_bytes` of the memory, from byte `start` of the file on.
 
-        All callers get the same view while anything refers to it. Then its memory is released. If
-        such a view is asked for again, the bytes that might differ from the file are read again by
-        `read_into`.
+        All callers get the same view while anything refers to it. After that, its memory is
+        released. If the view is asked for again, `read_into` reads the bytes again that can differ
+        from the file.
         """
         reference = self.views.get((start, size_bytes))
         view = None if reference is None else reference()

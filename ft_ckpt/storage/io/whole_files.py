@@ -16,8 +16,7 @@ from ft_ckpt.storage.store import Readable
 MIN_BYTES = 16 << 20
 # A local file is read in steps of this size. At each step a thread can wait 5 ms for the GIL.
 _STEP_BYTES = 32 << 20
-# So many samples of a file are looked up in the page cache, because a look-up of 2.5 GB takes 20
-# ms.
+# A look-up of 2.5 GB in the page cache takes 20 ms. So only samples of a file are looked up.
 _SAMPLES = 64
 _SAMPLE_BYTES = 256 << 10
 

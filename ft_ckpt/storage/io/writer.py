@@ -27,8 +27,7 @@ from ft_ckpt.storage.store import Stored, Writable
 
 T = TypeVar("T")
 _MAX_BYTES_IN_CALLER = 32 << 20
-# The calling thread writes small blocks, because the first touch of memory takes longer than a
-# copy.
+# The calling thread writes small blocks, because the first touch of new memory is slow.
 _SMALL_BLOCK_BYTES = 2 << 20
 # The first block of a local file is small, so that the disk has work while longer ones are filled.
 _FIRST_BLOCK_BYTES = 1 << 20
@@ -41,7 +40,7 @@ class WriteTuning:
     Attributes:
         threads: number of threads that write.
         block_bytes: size of their blocks, a multiple of ALIGNMENT.
-        direct_bytes: files of at least this size are written with direct I/O; None: no file is.
+        direct_bytes: files of at least this size are written with direct I/O. None: no file is.
         sha256: True also computes the SHA-256 of each file.
     """
 
@@ -146,7 +145,7 @@ class WriterPool:
 
     @contextmanager
     def fill(self, target: Writable) -> Iterator["FileWriter"]:
-        """Yield the writer of `target`, which the caller gives all regions and then finishes.
+        """Yield a writer for `target`. The caller puts all regions into it, and calls `finish`.
 
         If the `with` block raises, the object is abandoned.
         """

@@ -1,6 +1,6 @@
 """Folders of this machine as stores, locks of their files, and trials of file systems and buckets.
 
-Nothing here sends a request to a service. Begin at `local_store`, the store of a folder, then
+Nothing here needs a client of buckets. Begin at `local_store`, the store of a folder, then
 `locks`, which show whether a process is alive.
 """
 

@@ -90,14 +90,14 @@ def holding_lock(path: Path) -> Iterator[bool | None]:
 def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
     """Lock the file or folder at `path` that `owner` has left, and yield whether it can be deleted.
 
-    The lock is held during the `with` block. The rules are:
+    The lock is held during the `with` block. These rules decide, in this order:
 
-    - Another process has the lock: False. - The lock is free, and this process would see the
-    owner's lock: True. It would see it on a local
-      disk if the owner ran on this machine. On a network file system a lock is seen through the
-      same mount only. There the owner's process must be known to have ended.
-    - Otherwise nothing is known of the owner, so the age decides: True if `path` is older than
-      `seconds`, or if `seconds` is 0.
+    - If another process has the lock, the answer is False.
+    - If the lock is free, and this process would see a lock of the owner, the answer is True. On a
+      local disk it would see it if the owner ran on this machine. On a network file system a lock
+      is seen through the same mount only, so there the owner must be known to have ended.
+    - Otherwise nothing is known of the owner, and the age decides. The answer is True if `path` is
+      older than `seconds`, or if `seconds` is 0.
     """
     with holding_lock(path) as is_locked:
         try:

@@ -144,8 +144,8 @@ def merge(
             "max_mode": max_mode,
         }
         report = _save_merged(model, options, choice, arguments, begun)
-    if base_model.unused:
-        names = listing(list(base_model.unused), ", ")
+    if base_model.unused_names:
+        names = listing(list(base_model.unused_names), ", ")
         notes = (f"{names}: the base's model has no place for it, left out", *notes)
     return ConvertReport(
         options.path,
