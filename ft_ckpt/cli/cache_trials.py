@@ -1,9 +1,14 @@
-"""How long the clients of a network file system show what another client has changed."""
+"""Measures the caches of a network file system.
+
+When one client changes a file, other clients may show the old state for a while, because they
+cache names, sizes and contents. Here rank 0 makes one change of each kind, and the other ranks
+measure the time until they see it.
+"""
 
 import errno
 import os
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,26 +18,162 @@ from ft_ckpt.ranks import Ranks, Values, try_action
 from ft_ckpt.storage import list_names
 from ft_ckpt.storage.local import TRIAL, temporary_store
 
-MAX_SECONDS = 65.0  # the longest times of NFS and of the mounts in common use are 60 s
+MAX_SECONDS = 65.0  # The longest cache times of NFS and of the mounts in common use are 60 s.
 _SECONDS_BETWEEN_LOOKS = 0.02
 _OLD, _NEW = b"old", b"new"
-# errors of a name that a client does not know yet, or of the file that it had before
+# Errors of a client that does not know a name yet, or that still has the file before the change.
 _NOT_YET = (errno.ENOENT, errno.ESTALE)
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change by rank 0, and how the other ranks look whether they see it."""
+class Change(ABC):
+    """A kind of change, whose files are below the folder of the trial."""
 
     name: str
-    prepare: Callable[[Path], object]
-    make: Callable[[Path], object]
-    sees: Callable[[Path], bool]  # an error of _NOT_YET counts as False
+
+    def prepare(self, folder: Path) -> None:
+        """Create the state before the change. Rank 0 does it before any rank looks.
+
+        By default there is nothing before the change.
+        """
+        return
+
+    @abstractmethod
+    def make(self, folder: Path) -> None:
+        """Make the change. Rank 0 does it after all ranks have looked once."""
+
+    @abstractmethod
+    def is_seen(self, folder: Path) -> bool:
+        """Check whether this rank sees the change. An error of `_NOT_YET` counts as no."""
+
+
+class _NewFile(Change):
+    name = "a new file, by its name"
+
+    def make(self, folder: Path) -> None:
+        _write(folder / "created", _NEW)
+
+    def is_seen(self, folder: Path) -> bool:
+        return (folder / "created").stat().st_size > 0
+
+
+class _NewListEntry(Change):
+    name = "a new name in the list of a folder"
+
+    def prepare(self, folder: Path) -> None:
+        _write(folder / "list" / "first", _OLD)
+
+    def make(self, folder: Path) -> None:
+        _write(folder / "list" / "second", _NEW)
+
+    def is_seen(self, folder: Path) -> bool:
+        return "second" in list_names(folder / "list")
+
+
+class _DeletedFile(Change):
+    name = "that a file was deleted"
+
+    def prepare(self, folder: Path) -> None:
+        _write(folder / "deleted", _OLD)
+
+    def make(self, folder: Path) -> None:
+        (folder / "deleted").unlink()
+
+    def is_seen(self, folder: Path) -> bool:
+        try:
+            (folder / "deleted").stat()
+        except FileNotFoundError:
+            return True
+        return False
+
+
+class _NewSize(Change):
+    name = "the size of a file that grew"
+
+    def prepare(self, folder: Path) -> None:
+        _write(folder / "grown", _OLD)
+
+    def make(self, folder: Path) -> None:
+        _write(folder / "grown", _NEW * 4096)
+
+    def is_seen(self, folder: Path) -> bool:
+        return (folder / "grown").stat().st_size > len(_OLD)
+
+
+class _NewContent(Change):
+    name = "the content of a file that grew"
+
+    def prepare(self, folder: Path) -> None:
+        _write(folder / "opened", _OLD)
+
+    def make(self, folder: Path) -> None:
+        _write(folder / "opened", _NEW * 4096)
+
+    def is_seen(self, folder: Path) -> bool:
+        return len((folder / "opened").read_bytes()) > len(_OLD)
+
+
+class _NewBytes(Change):
+    name = "other bytes of the same size"
+
+    def prepare(self, folder: Path) -> None:
+        _write(folder / "rewritten", _OLD)
+
+    def make(self, folder: Path) -> None:
+        _write(folder / "rewritten", _NEW)
+
+    def is_seen(self, folder: Path) -> bool:
+        return (folder / "rewritten").read_bytes() == _NEW
+
+
+class _ReplacedFile(Change):
+    name = "a file that was replaced"
+
+    def prepare(self, folder: Path) -> None:
+        _write(folder / "replaced", _OLD)
+
+    def make(self, folder: Path) -> None:
+        _write(folder / "replacing", _NEW)
+        (folder / "replacing").replace(folder / "replaced")
+
+    def is_seen(self, folder: Path) -> bool:
+        return (folder / "replaced").read_bytes() == _NEW
+
+
+class _ReplacedFolder(Change):
+    """A folder is renamed away and another one takes its name, as in a commit."""
+
+    name = "a folder that was replaced"
+
+    def prepare(self, folder: Path) -> None:
+        _write(folder / "target" / "file", _OLD)
+
+    def make(self, folder: Path) -> None:
+        _write(folder / "stage" / "file", _NEW)
+        (folder / "target").rename(folder / "aside")
+        (folder / "stage").rename(folder / "target")
+
+    def is_seen(self, folder: Path) -> bool:
+        return (folder / "target" / "file").read_bytes() == _NEW
+
+
+CHANGES: tuple[Change, ...] = (
+    _NewFile(),
+    _NewListEntry(),
+    _DeletedFile(),
+    _NewSize(),
+    _NewContent(),
+    _NewBytes(),
+    _ReplacedFile(),
+    _ReplacedFolder(),
+)
 
 
 @dataclass(frozen=True)
 class CacheAge:
-    """How long the slowest rank did not see a change: None for longer than MAX_SECONDS."""
+    """The time in which at least one rank did not see a change.
+
+    `seconds` is the time of the slowest rank, or None if it took longer than MAX_SECONDS.
+    """
 
     change: str
     seconds: float | None
@@ -41,13 +182,14 @@ class CacheAge:
 def measure_caches(folder: Path, ranks: Ranks) -> tuple[CacheAge, ...]:
     """Measure how long ranks see old names and contents of files in `folder`.
 
-    Collective: call it on every rank. Rank 0 changes files in a hidden folder of `folder`, and the
-    other ranks, which have looked before, look for the changes. The measurement takes as long as
-    the slowest cache, at most MAX_SECONDS. Raises the error of any rank on all.
+    Collective: call it on every rank. Rank 0 creates files in a hidden folder of `folder`. All
+    ranks look at them, so that their caches are filled. Then rank 0 changes the files, and all
+    ranks look until they see the changes. The measurement takes as long as the slowest cache, at
+    most MAX_SECONDS. An error of one rank is raised on all.
     """
     with ExitStack() as stack:
 
-        def prepare() -> str | None:
+        def prepare_changes() -> str | None:
             if not ranks.is_main:
                 return None
             trial_folder = stack.enter_context(temporary_store(folder, TRIAL)).folder
@@ -55,8 +197,8 @@ def measure_caches(folder: Path, ranks: Ranks) -> tuple[CacheAge, ...]:
                 change.prepare(trial_folder)
             return str(trial_folder)
 
-        prepared, error = try_action(prepare)
-        agreed = ranks.agree("the trial of caches", {"folder": prepared}, error)
+        path_on_rank_0, error = try_action(prepare_changes)
+        agreed = ranks.agree("the trial of caches", {"folder": path_on_rank_0}, error)
         trial_folder = Path(agreed.result["folder"])
         ranks.run("the first look at the trial of caches", partial(_fill_caches, trial_folder))
         ranks.run("the changes of the trial of caches", partial(_make_changes, trial_folder, ranks))
@@ -83,14 +225,17 @@ def _make_changes(folder: Path, ranks: Ranks) -> None:
 
 
 def _await_changes(folder: Path, ranks: Ranks) -> dict[str, float | None]:
-    """Return the seconds until this rank saw each change, in order."""
+    """Look until this rank sees all changes, or MAX_SECONDS are over.
+
+    Returns for each change the seconds until it was seen, or None if it was not seen.
+    """
     seconds: dict[str, float | None] = {change.name: None for change in CHANGES}
-    begun = time.monotonic()
+    start = time.monotonic()
     unseen = list(CHANGES)
-    while unseen and time.monotonic() - begun < MAX_SECONDS:
+    while unseen and time.monotonic() - start < MAX_SECONDS:
         for change in list(unseen):
             if _is_seen(change, folder):
-                seconds[change.name] = time.monotonic() - begun
+                seconds[change.name] = time.monotonic() - start
                 unseen.remove(change)
         ranks.check_peers()
         if unseen:
@@ -99,7 +244,7 @@ def _await_changes(folder: Path, ranks: Ranks) -> dict[str, float | None]:
 
 
 def _slowest(values: Values) -> list[float | None]:
-    """Return, on rank 0, for each change the time of the rank that saw it last."""
+    """Return the time of the slowest rank for each change. Rank 0 computes it for all."""
     ages: list[float | None] = []
     for change in CHANGES:
         seconds = [value["seconds"][change.name] for value in values]
@@ -109,7 +254,7 @@ def _slowest(values: Values) -> list[float | None]:
 
 def _is_seen(change: Change, folder: Path) -> bool:
     try:
-        return change.sees(folder)
+        return change.is_seen(folder)
     except OSError as error:
         if error.errno in _NOT_YET:
             return False
@@ -124,103 +269,3 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _do_nothing(folder: Path) -> None:
-    """Prepare a change that needs no preparation."""
-
-
-def _write_at(name: str, content: bytes, folder: Path) -> None:
-    _write(folder / name, content)
-
-
-def _delete_at(name: str, folder: Path) -> None:
-    (folder / name).unlink()
-
-
-def _is_absent(name: str, folder: Path) -> bool:
-    try:
-        (folder / name).stat()
-    except FileNotFoundError:
-        return True
-    return False
-
-
-def _is_listed(folder_name: str, name: str, folder: Path) -> bool:
-    return name in list_names(folder / folder_name)
-
-
-def _has_size_above(name: str, size_bytes: int, folder: Path) -> bool:
-    return (folder / name).stat().st_size > size_bytes
-
-
-def _has_content_above(name: str, size_bytes: int, folder: Path) -> bool:
-    return len((folder / name).read_bytes()) > size_bytes
-
-
-def _replace_file(folder: Path) -> None:
-    _write(folder / "replacing", _NEW)
-    (folder / "replacing").replace(folder / "replaced")
-
-
-def _replace_folder(folder: Path) -> None:
-    """Replace the folder as a commit does."""
-    _write(folder / "stage" / "file", _NEW)
-    (folder / "target").rename(folder / "aside")
-    (folder / "stage").rename(folder / "target")
-
-
-def _is_new(name: str, folder: Path) -> bool:
-    return (folder / name).read_bytes() == _NEW
-
-
-CHANGES = (
-    Change(
-        "a new file, by its name",
-        prepare=_do_nothing,
-        make=partial(_write_at, "created", _NEW),
-        sees=partial(_has_size_above, "created", 0),
-    ),
-    Change(
-        "a new name in the list of a folder",
-        prepare=partial(_write_at, "list/first", _OLD),
-        make=partial(_write_at, "list/second", _NEW),
-        sees=partial(_is_listed, "list", "second"),
-    ),
-    Change(
-        "the end of a deleted file",
-        prepare=partial(_write_at, "deleted", _OLD),
-        make=partial(_delete_at, "deleted"),
-        sees=partial(_is_absent, "deleted"),
-    ),
-    Change(
-        "the size of a file that grew",
-        prepare=partial(_write_at, "grown", _OLD),
-        make=partial(_write_at, "grown", _NEW * 4096),
-        sees=partial(_has_size_above, "grown", len(_OLD)),
-    ),
-    Change(
-        "its content, once opened",
-        prepare=partial(_write_at, "opened", _OLD),
-        make=partial(_write_at, "opened", _NEW * 4096),
-        sees=partial(_has_content_above, "opened", len(_OLD)),
-    ),
-    Change(
-        "other bytes of the same size, once opened",
-        prepare=partial(_write_at, "rewritten", _OLD),
-        make=partial(_write_at, "rewritten", _NEW),
-        sees=partial(_is_new, "rewritten"),
-    ),
-    Change(
-        "a file that was replaced",
-        prepare=partial(_write_at, "replaced", _OLD),
-        make=_replace_file,
-        sees=partial(_is_new, "replaced"),
-    ),
-    Change(
-        "a folder that was replaced",
-        prepare=partial(_write_at, "target/file", _OLD),
-        make=_replace_folder,
-        sees=partial(_is_new, "target/file"),
-    ),
-)

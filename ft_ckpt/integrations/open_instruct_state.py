@@ -1,9 +1,9 @@
-"""The checkpoint-state folder of open-instruct's GRPO trainer: reading and writing.
+"""Reads and writes the checkpoint-state folder of open-instruct's GRPO trainer.
 
-The folder has the state of a DeepSpeed engine. DeepSpeed's `save_checkpoint` writes the folder,
-with a client state: the step, the episode, the positions of the loaders, and the RNG states of the
-rank that wrote the file. DeepSpeed restores its engine from values that are read here, because its
-own reader executes pickles.
+DeepSpeed's `save_checkpoint` writes this folder. It holds the state of the engine and a client
+state: the step, the episode, the positions of the loaders, and the RNG states of the rank that
+wrote the file. DeepSpeed's own reader executes pickles. Therefore this module reads the files
+without executing anything, and DeepSpeed restores its engine from these values.
 
 Format: `open_instruct/grpo_fast.py` of August 2026, on DeepSpeed 0.18.3 to 0.19.
 """
@@ -30,15 +30,16 @@ from ft_ckpt.storage import is_inside, read_text
 from ft_ckpt.storage.local import LocalStore, check_files_inside
 from ft_ckpt.storage.places import Place
 
-_EXPECTED = (
+# What the client state of open-instruct holds.
+_CLIENT_KEYS = (
     "training_step",
     "episode",
     "num_total_tokens",
     "dataloader_state",
     "data_prep_actor_state",
 )
-# of the engine, and of one rank; all other keys of a file are the client state
-_OTHER_KEYS = frozenset(
+# The keys of the engine and of one rank. All other keys of a file belong to the client state.
+_ENGINE_KEYS = frozenset(
     (
         "module",
         "buffer_names",
@@ -68,7 +69,7 @@ _OTHER_KEYS = frozenset(
 _MODEL_STATES, _OPTIMIZER_STATES = "_model_states.pt", "_optim_states.pt"
 _LATEST, _MAX_LATEST_BYTES = "latest", 4096
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_ABSENT = "absent", "not in the folder"
+_NOT_IN_FOLDER = "not in the folder"
 _IN_FLIGHT = (
     "prompts that were in flight are not in the folder: the data preparation actor generates "
     "them again"
@@ -76,10 +77,7 @@ _IN_FLIGHT = (
 
 
 class ClientState(dict[str, Any]):
-    """The client state of a run, as an object that a saver can register.
-
-    The state has `training_step`, `episode`, ...
-    """
+    """The client state of a run (`training_step`, `episode`, ...), which a saver can register."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the values."""
@@ -101,25 +99,25 @@ def load_checkpoint_state(
     each item; items that the folder lacks also cause a warning. Every file is read and compared
     with its checksums before the engine changes. Nothing in the folder is executed.
 
-    Raises NotACheckpointError without DeepSpeed's files; LoadError for anything but tensors, plain
-    data and DeepSpeed's own records, for a folder of another number of ranks, stage or precision,
-    and for parameters with other names or shapes; CorruptError for damaged files; RankError when
-    another rank failed.
+    Raises NotACheckpointError if the folder has no files of DeepSpeed. Raises LoadError if a file
+    holds anything but tensors, plain data and DeepSpeed's own records, if the number of ranks, the
+    stage or the precision is another one, and if names or shapes of parameters differ. Raises
+    CorruptError if a file is damaged, and RankError if another rank failed.
     """
     ranks, folder = current_ranks(), Path(checkpoint_state_dir)
     tag, error = ranks.attempt(lambda: _check_folder(engine, folder, ranks))
     ranks.agree("load_checkpoint_state()", error=error)
     states, error = ranks.attempt(lambda: _restore_engine(engine, folder, tag))
     ranks.agree("load_checkpoint() of DeepSpeed", error=error)
-    client.load_state_dict({key: value for key, value in states.items() if key not in _OTHER_KEYS})
+    client.load_state_dict({key: value for key, value in states.items() if key not in _ENGINE_KEYS})
     outcomes = [Restored("weights", "restored"), Restored("optimizer", "restored")]
     if engine.lr_scheduler is not None:
         outcomes.append(Restored("scheduler", "restored"))
-    for key in _EXPECTED:
+    for key in _CLIENT_KEYS:
         if key in client:
             outcomes.append(Restored(key, "restored"))
         else:
-            outcomes.append(Restored(key, *_ABSENT))
+            outcomes.append(Restored(key, "absent", _NOT_IN_FOLDER))
     generators, error = ranks.attempt(lambda: _restore_generators(states, ranks.rank))
     if generators is not None:
         outcomes.append(generators)
@@ -136,8 +134,8 @@ def save_checkpoint_state(
     """Write a checkpoint-state folder that open-instruct's GRPO trainer resumes from.
 
     Call it on every rank. The RNG states of each rank are added to the client state `client`.
-    DeepSpeed writes the files; under ZeRO-1 and -2 it stores the client state of rank 0 only. The
-    write is not atomic: `latest` is written last.
+    DeepSpeed writes the files, and under ZeRO-1 and -2 it stores the client state of rank 0 only.
+    The write is not atomic, but the file `latest`, which names the new checkpoint, is written last.
     """
     states: dict[str, Any] = {
         "torch_cpu_rng_state": torch.get_rng_state(),
@@ -155,9 +153,10 @@ def save_checkpoint_state(
 
 
 def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
-    """Return the tag of the checkpoint in `folder`.
+    """Check that the checkpoint in `folder` is whole and fits the engine, and return its tag.
 
-    Raises LoadError if the checkpoint does not fit; each file is compared by one rank.
+    The ranks divide the files: each file is compared with its checksums by one rank. Raises
+    LoadError if the checkpoint does not fit.
     """
     place = _step_folder(Place(LocalStore(folder)))
     names: list[str] = []
@@ -190,41 +189,45 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
 def _misfits(
     engine: Any, stored: Mapping[str, Any], model_file: str, optimizer_files: Sequence[str]
 ) -> list[str]:
-    """Name the settings and shapes in which the engine differs from the stored one."""
-    count, is_zero = engine.seq_dp_world_size, engine.zero_optimization()
+    """Describe the settings and shapes in which the engine differs from the stored one."""
+    num_ranks = engine.seq_dp_world_size
+    is_zero = engine.zero_optimization()
+    num_optimizer_files = num_ranks if is_zero else 0
     with damaged_input(model_file):
         shapes = {}
         for group in stored["param_shapes"] or ():
             for name, shape in group.items():
                 shapes[name] = tuple(shape)
-        settings: dict[str, tuple[Any, Any]] = {
-            "ranks": (stored["dp_world_size"], count),
+        # what is compared: its value in the folder, and in the engine
+        compared: dict[str, tuple[Any, Any]] = {
+            "ranks": (stored["dp_world_size"], num_ranks),
             "ZeRO-3": (
                 model_file.startswith("zero_pp_rank"),
                 engine.zero_optimization_partition_weights(),
             ),
-            "files of ZeRO's optimizer": (len(optimizer_files), count if is_zero else 0),
-            "of bfloat16": (
+            "files of ZeRO's optimizer": (len(optimizer_files), num_optimizer_files),
+            "optimizer state of bfloat16": (
                 any(name.startswith("bf16_") for name in optimizer_files),
                 is_zero and engine.bfloat16_enabled(),
             ),
-            "a scheduler": (stored["lr_scheduler"] is not None, engine.lr_scheduler is not None),
+            "scheduler": (stored["lr_scheduler"] is not None, engine.lr_scheduler is not None),
             "training_step": ("training_step" in stored, True),
         }
     live = {name: source.shape for name, source in ModelTensors(engine).sources().items()}
     for name, shape in shapes.items():
-        settings[name] = (shape, live.get(name))
+        compared[name] = (shape, live.get(name))
     problems = []
-    for name, (saved, current) in settings.items():
+    for name, (saved, current) in compared.items():
         if saved != current:
             problems.append(f"{name}: {saved} in the folder, {current} here")
     return problems
 
 
 def _step_folder(place: Place) -> Place | None:
-    """Return the folder with the ranks' files: `place`, or the one that its file `latest` names.
+    """Find the folder that holds the files of the ranks.
 
-    Returns None if there is no such folder.
+    It is `place` itself, or the folder that the file `latest` in it names. Returns None if neither
+    holds such files.
     """
     store = place.folder
     candidates = [place]
@@ -245,28 +248,28 @@ def _file_names(place: Place) -> list[str]:
 
 
 def _restore_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
-    """Let DeepSpeed restore the engine.
+    """Let DeepSpeed restore the engine from values that are read here.
 
-    Returns the model-states file, with the client state, without its weights.
+    Returns what the model-states file holds besides the weights; the client state is in it.
     """
-    read: dict[str, Any] = {}
+    model_states: dict[str, Any] = {}
 
     def load(path: str, map_location: Any = None) -> Any:
         value = _read_states(Path(path), getattr(engine.optimizer, "loss_scaler", None))
         if path.endswith(_MODEL_STATES):
-            read.update(value)
-            read.pop("module", None)
+            model_states.update(value)
+            model_states.pop("module", None)
         return value
 
     with _with_attributes(engine, checkpoint_engine=SimpleNamespace(load=load), mpu=None):
         engine.load_checkpoint(str(folder), tag=tag)
-    return read
+    return model_states
 
 
 def _read_states(path: Path, scaler: Any, *, checked: bool = False) -> Any:
-    """Read the states in a file of DeepSpeed; `checked` compares its checksums.
+    """Read the states in a file of DeepSpeed. With `checked`, compare its checksums first.
 
-    A loss scaler in the file becomes a copy of `scaler` with the file's numbers.
+    A loss scaler in the file becomes a copy of `scaler` that has the numbers of the file.
     """
 
     def stored_scaler(stored: StandIn) -> Any:
@@ -298,10 +301,10 @@ def _read_states(path: Path, scaler: Any, *, checked: bool = False) -> Any:
 
 def _restore_generators(stored: Mapping[str, Any], rank: int) -> Restored:
     if "rng_states" not in stored:
-        return Restored("rng", *_ABSENT)
+        return Restored("rng", "absent", _NOT_IN_FOLDER)
     if stored.get("rank") != rank:
         return Restored(
-            "rng", "absent", "the folder has rank 0's alone; this rank goes on with those it has"
+            "rng", "absent", "the folder has RNG states of rank 0 only; this rank keeps its own"
         )
     with damaged_input("rng_states"):
         states = stored["rng_states"]
@@ -313,15 +316,17 @@ def _restore_generators(stored: Mapping[str, Any], rank: int) -> Restored:
             generators["cuda"] = {
                 name.removeprefix("cuda:"): state for name, state in devices.items()
             }
-    problems = generator_problems(generators) or restore_generators(generators)
+    problems = generator_problems(generators)
+    if not problems:
+        problems = restore_generators(generators)
     return Restored("rng", "failed" if problems else "restored", "; ".join(problems))
 
 
 @contextmanager
 def _with_attributes(engine: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of the engine in the block.
+    """Set attributes of the engine within the block.
 
-    `mpu` is for sequence parallelism; open-instruct unsets it as well.
+    `mpu` describes sequence parallelism. open-instruct unsets it as well.
     """
     before = {name: getattr(engine, name) for name in values}
     vars(engine).update(values)

@@ -474,7 +474,7 @@ def test_no_secret_reaches_the_page(run):
 def test_a_scale_is_linear_unless_the_range_needs_another(values, is_log):
     axis = value_axis(values)
     assert axis.is_log is is_log
-    shares = [axis.share(value) for value in values]
+    shares = [axis.position_of(value) for value in values]
     assert shares == sorted(shares)
     assert 0 <= shares[0] < shares[-1] <= 1
 

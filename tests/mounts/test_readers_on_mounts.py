@@ -24,6 +24,8 @@ LOADS = 500
 READ_SECONDS = 1200
 RUN_SECONDS = READ_SECONDS + 100
 MAX_SAVES = 20_000
+# A client whose list of names is a minute old still finds hundreds of deleted checkpoints.
+SECONDS_BETWEEN_SAVES = 0.3
 
 
 def save_until(nodes: Nodes, run: str, name: str | None, signs: Path) -> int:
@@ -44,6 +46,7 @@ def save_until(nodes: Nodes, run: str, name: str | None, signs: Path) -> int:
                 torch.distributed.all_reduce(enough)
                 if enough:
                     return step
+                time.sleep(SECONDS_BETWEEN_SAVES)
     return MAX_SAVES
 
 

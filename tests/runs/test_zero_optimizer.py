@@ -621,7 +621,7 @@ def test_from_and_to_folders_of_open_instruct(tmp_path, case):
     seed(99)
     report = load_checkpoint_state(live, tmp_path / "theirs", client)
     lost = (
-        "rng: absent: on rank 1: the folder has rank 0's alone; this rank goes on with those it has"
+        "rng: absent: on rank 1: the folder has RNG states of rank 0 only; this rank keeps its own"
     )
     assert report.problems == ((lost,) if shared else ()), report.problems
     assert client == CLIENT
@@ -708,7 +708,7 @@ def test_folders_of_open_instruct_that_change_nothing(tmp_path, case):
     refuse("empty", NotACheckpointError, "no .*_model_states.pt in it")
     live.lr_scheduler = None
     save_as_open_instruct(live, tmp_path / "unscheduled", CLIENT)
-    refuse("unscheduled", LoadError, "a scheduler: False in the folder, True here")
+    refuse("unscheduled", LoadError, "scheduler: False in the folder, True here")
 
 
 def test_the_engine_counts_on():

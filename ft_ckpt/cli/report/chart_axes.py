@@ -1,25 +1,27 @@
-"""The scales of charts: their ends and ticks."""
+"""Chooses the ends and the ticks of the axes of charts."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-_MIN_LOG_RATIO = 100  # between the largest and the smallest of at least five values
-_MAX_VALUE = 1e300
+# An axis is logarithmic if there are enough values and the largest is that many times the smallest.
+_MIN_LOG_RATIO = 100
+_MIN_LOG_VALUES = 5
+_MAX_VALUE = 1e300  # Sums of several such values do not overflow.
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A scale with its ticks, linear or logarithmic."""
+    """A linear or logarithmic axis from `low` to `high`, with the values of its ticks."""
 
     low: float
     high: float
     ticks: tuple[float, ...]
     is_log: bool = False
 
-    def share(self, value: float) -> float:
-        """Return the place of `value` between both ends, from 0 to 1."""
+    def position_of(self, value: float) -> float:
+        """Return where `value` lies on the axis: 0 at its low end, 1 at its high end."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(value)
@@ -27,44 +29,81 @@ class Axis:
 
 
 def is_drawable(value: float) -> bool:
-    """Check whether the value has a place on a scale: sums of several such values are finite."""
+    """Check that the value is small enough to be drawn, and to be added to others."""
     return abs(value) <= _MAX_VALUE
 
 
-def value_axis(values: Iterable[float], *, from_zero: bool = False, whole: bool = False) -> Axis:
-    """Return a scale: linear, or logarithmic if `values` are positive and differ a hundredfold.
+def step_axis(steps: Iterable[float]) -> Axis:
+    """Return the axis of training steps.
 
-    With `from_zero` the scale is linear and begins at 0. With `whole` it has no ticks between whole
-    numbers.
+    The axis has no margins, and its ticks are whole numbers.
     """
-    numbers = sorted(filter(is_drawable, values)) or [0.0]
-    low, high = (0.0 if from_zero else numbers[0]), numbers[-1]
-    is_spread = low > 0 and high / low >= _MIN_LOG_RATIO
-    if is_spread and len(numbers) >= 5 and not whole:
-        return _log_axis(low, high)
+    low, high = _range_of(steps)
     if low == high:
-        margin = 1.0 if whole else abs(low) * 0.1 or 1.0
-        return Axis(low - margin if not from_zero else low, high + margin, (high,))
-    step = _round_step((high - low) / 4)
-    if whole:
-        step = max(1.0, _round_step((high - low) / 5))
-    first, last = math.floor(low / step), math.ceil(high / step)
-    ticks = tuple(number * step for number in range(first, last + 1))
-    if whole:  # steps: the curve takes the whole width
-        return Axis(low, high, tuple(tick for tick in ticks if low <= tick <= high))
+        return Axis(low - 1.0, high + 1.0, (high,))
+    tick_step = max(1.0, _round_step((high - low) / 5))
+    ticks = _ticks_around(low, high, tick_step)
+    return Axis(low, high, tuple(tick for tick in ticks if low <= tick <= high))
+
+
+def size_axis(sizes: Iterable[float]) -> Axis:
+    """Return a linear axis that begins at 0."""
+    _, high = _range_of(sizes)
+    if high == 0.0:
+        return Axis(0.0, 1.0, (0.0,))
+    return _linear_axis(0.0, high)
+
+
+def value_axis(values: Iterable[float]) -> Axis:
+    """Return the axis of measured values.
+
+    The axis is logarithmic if there are at least five values, all are positive, and the largest is
+    at least 100 times the smallest. Otherwise it is linear. Both end at a tick.
+    """
+    numbers = [value for value in values if is_drawable(value)]
+    low, high = _range_of(numbers)
+    if low == high:
+        margin = abs(low) * 0.1
+        if margin == 0.0:
+            margin = 1.0
+        return Axis(low - margin, high + margin, (high,))
+    is_spread = low > 0 and high / low >= _MIN_LOG_RATIO
+    if is_spread and len(numbers) >= _MIN_LOG_VALUES:
+        return _log_axis(low, high)
+    return _linear_axis(low, high)
+
+
+def _range_of(values: Iterable[float]) -> tuple[float, float]:
+    """Return the smallest and the largest drawable value, or 0 and 0 if there is none."""
+    numbers = [value for value in values if is_drawable(value)]
+    if not numbers:
+        return 0.0, 0.0
+    return min(numbers), max(numbers)
+
+
+def _linear_axis(low: float, high: float) -> Axis:
+    ticks = _ticks_around(low, high, _round_step((high - low) / 4))
     return Axis(ticks[0], ticks[-1], ticks)
 
 
+def _ticks_around(low: float, high: float, tick_step: float) -> tuple[float, ...]:
+    """Return the multiples of `tick_step` that enclose the range from `low` to `high`."""
+    first = math.floor(low / tick_step)
+    last = math.ceil(high / tick_step)
+    return tuple(number * tick_step for number in range(first, last + 1))
+
+
 def _log_axis(low: float, high: float) -> Axis:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
     stride = math.ceil((last - first) / 5)
     ticks = tuple(10.0**power for power in range(first, last + 1, stride))
     return Axis(10.0**first, 10.0**last, ticks, is_log=True)
 
 
 def _round_step(step: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is at least `step`."""
-    if step < 1e-300:  # a power of ten below it is 0
+    """Round up to 1, 2 or 5 times a power of ten."""
+    if step < 1e-300:  # 10.0**power would be 0
         return 1e-300
     power = 10.0 ** math.floor(math.log10(step))
     candidates = [digit * power for digit in (1, 2, 5, 10)]
@@ -79,7 +118,7 @@ _TIME_STEPS += [_DAY * count for count in (1, 2, 5)]
 
 
 def _time_step(seconds: float) -> int:
-    """Return the smallest step that divides a span into at most four parts."""
+    """Return the smallest step of a clock that divides the span into at most four parts."""
     for step in _TIME_STEPS:
         if seconds / step <= 4:
             return step
@@ -93,7 +132,7 @@ def _time_pattern(step: int) -> str:
 
 
 def time_axis(moments: Sequence[float]) -> tuple[Axis, Callable[[float], str]]:
-    """Return the scale for unix times, and the text of a tick in UTC."""
+    """Return the axis of Unix times, and a function that formats a tick in UTC."""
     low, high = min(moments), max(moments)
     if low == high:
         low, high = low - 1, high + 1

@@ -10,7 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from ft_ckpt.cli.report.chart_axes import Axis, is_drawable, time_axis, value_axis
+from ft_ckpt.cli.report.chart_axes import (
+    Axis,
+    is_drawable,
+    size_axis,
+    step_axis,
+    time_axis,
+    value_axis,
+)
 from ft_ckpt.messages import printable
 
 CHART_STYLE = """
@@ -105,9 +112,9 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "", note: st
     """
     drawn = [Series(line.label, tuple(thinned(line.marks))) for line in series]
     marks = list(chain.from_iterable(line.marks for line in drawn))
-    x_axis = value_axis((mark.x for mark in marks), whole=True)
+    x_axis = step_axis(mark.x for mark in marks)
     y_axis = value_axis(mark.y for mark in marks)
-    ticks = [(x_axis.share(tick), f"{tick:.0f}") for tick in x_axis.ticks]
+    ticks = [(x_axis.position_of(tick), f"{tick:.0f}") for tick in x_axis.ticks]
     body = [_grid(y_axis, unit), _x_ticks(ticks)]
     is_small = len(marks) > _MAX_LARGE_MARKS
     for number, line in enumerate(drawn, 1):
@@ -115,7 +122,7 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "", note: st
         body.append(_curve(line.marks, x_axis, y_axis))
         for mark in line.marks:
             y = _height_at(mark, y_axis)
-            body.append(_mark_at(mark, x_axis.share(mark.x), y, is_small))
+            body.append(_mark_at(mark, x_axis.position_of(mark.x), y, is_small))
         body.append("</g>")
     count = sum(len(line.marks) for line in series)
     notes = [note] if note else []
@@ -135,7 +142,7 @@ def _curve(marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> str:
         if not is_drawable(mark.y):
             is_down = False
             continue
-        x, y = x_axis.share(mark.x) * _CURVE_UNITS, _height_at(mark, y_axis)
+        x, y = x_axis.position_of(mark.x) * _CURVE_UNITS, _height_at(mark, y_axis)
         commands.append(f"{'L' if is_down else 'M'}{x:.1f} {y:.1f}")
         is_down = True
     if not commands:
@@ -146,7 +153,7 @@ def _curve(marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> str:
 
 
 def _height_at(mark: Mark, y_axis: Axis) -> float:
-    return _HEIGHT * (1 - y_axis.share(mark.y)) if is_drawable(mark.y) else 0.0
+    return _HEIGHT * (1 - y_axis.position_of(mark.y)) if is_drawable(mark.y) else 0.0
 
 
 def _mark_at(mark: Mark, share: float, y: float, is_small: bool) -> str:
@@ -174,15 +181,15 @@ class Column:
 
 def column_chart(title: str, labels: Sequence[str], columns: Sequence[Column], *, unit: str) -> str:
     """Draw columns of stacked segments, which are named by `labels`."""
-    y_axis = value_axis((sum(column.sizes) for column in columns), from_zero=True)
+    y_axis = size_axis(sum(column.sizes) for column in columns)
     width = 100 / len(columns)
     body = [_grid(y_axis, unit)]
     for number, column in enumerate(columns):
         body.append(f"<g><title>{escaped(column.title)}</title>")
         base = 0.0
         for segment, size in enumerate(column.sizes, 1):
-            top = y_axis.share(base + size)
-            height = _HEIGHT * (top - y_axis.share(base))
+            top = y_axis.position_of(base + size)
+            height = _HEIGHT * (top - y_axis.position_of(base))
             place = f'x="{(number + 0.14) * width:.3f}%" width="{0.72 * width:.3f}%"'
             span = f'y="{_HEIGHT * (1 - top):.1f}" height="{height:.1f}"'
             body.append(f'<rect class="filled series-{segment}" {place} {span}/>')
@@ -203,9 +210,11 @@ def row_chart(title: str, rows: Sequence[Series], moments: Sequence[float], note
         body.append(f'<g class="series-1"><line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>')
         body.append(f'<text x="0" y="{y - 14}">{escaped(row.label)}</text>')
         is_small = len(row.marks) > _MAX_LARGE_MARKS
-        body += [_mark_at(mark, axis.share(mark.x), y, is_small) for mark in row.marks]
+        body += [_mark_at(mark, axis.position_of(mark.x), y, is_small) for mark in row.marks]
         body.append("</g>")
-    body.append(_x_ticks([(axis.share(tick), tick_text(tick)) for tick in axis.ticks], height))
+    body.append(
+        _x_ticks([(axis.position_of(tick), tick_text(tick)) for tick in axis.ticks], height)
+    )
     return _figure(title, note, height, body, "", margin="narrow")
 
 
@@ -243,7 +252,7 @@ def shade_chart(
 def _shade_look(value: float, axis: Axis) -> str:
     if not is_drawable(value):
         return 'class="filled series-2"'
-    shade = 0.1 + 0.9 * axis.share(value) if value > 0 else 0.0
+    shade = 0.1 + 0.9 * axis.position_of(value) if value > 0 else 0.0
     return f'class="filled series-1" fill-opacity="{shade:.2f}"'
 
 
@@ -261,7 +270,7 @@ def _shortened(name: str, max_length: int = 18) -> str:
 def _grid(y_axis: Axis, unit: str) -> str:
     lines = []
     for tick in y_axis.ticks:
-        y = _HEIGHT * (1 - y_axis.share(tick))
+        y = _HEIGHT * (1 - y_axis.position_of(tick))
         lines.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
         lines.append(f'<text class="end" x="-8" y="{y + 4:.1f}">{tick:.4g}{unit}</text>')
     return "".join(lines)
