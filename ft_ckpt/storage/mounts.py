@@ -92,7 +92,7 @@ class Mount:
 
     @property
     def warning(self) -> str:
-        """The text that warns of saving to a mounted bucket, and names the alternative."""
+        """Text that warns of saving to a mounted bucket, and names the alternative."""
         return (
             f"{self.point}: a bucket, mounted by {self.kind}: files go up later and "
             "in any order, so the newest checkpoint may be incomplete after a kill; "

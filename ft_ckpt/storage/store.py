@@ -83,7 +83,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class FolderListing:
-    """The contents of one folder, sorted by name. Folders that are links come after the others.
+    """Contents of one folder, sorted by name. Folders that are links come after the others.
 
     In a bucket, a folder exists while it contains something.
     """
@@ -94,7 +94,7 @@ class FolderListing:
 
 
 class Readable(Protocol):
-    """An object that is open for reading.
+    """Object that is open for reading.
 
     Reads return the bytes that it had when it was opened, or raise an error.
     """
@@ -105,7 +105,7 @@ class Readable(Protocol):
 
     @property
     def where(self) -> str:
-        """The path or URL of the object, for messages."""
+        """Path or URL of the object, for messages."""
         ...
 
     @property
@@ -137,7 +137,7 @@ class Readable(Protocol):
 
 
 class Writable(Protocol):
-    """A new object that is being written, and is not visible before `finish`."""
+    """New object that is being written, and is not visible before `finish`."""
 
     def write(self, offset: int, memory: memoryview) -> None:
         """Write `memory` at byte `offset` of the object.
@@ -160,24 +160,24 @@ class Writable(Protocol):
 
 
 class Store(Protocol):
-    """A local folder, or a prefix in a bucket, whose files or objects are named bytes.
+    """Local folder or prefix in a bucket, whose files or objects are named bytes.
 
     Stores that are not on a disk of this machine inherit from `RemoteStore`.
     """
 
     @property
     def url(self) -> str:
-        """A path, or scheme://bucket/prefix."""
+        """Path, or scheme://bucket/prefix."""
         ...
 
     @property
     def identity(self) -> str:
-        """The canonical name of this store, which is equal for different links to it."""
+        """Canonical name of this store, which is equal for different links to it."""
         ...
 
     @property
     def local_folder(self) -> Path | None:
-        """The folder of the store on a disk of this machine; None for a remote store.
+        """Folder of the store on a disk of this machine, or None for a remote store.
 
         Its files are renamed, linked, locked, mapped and written by several processes.
         """
@@ -185,12 +185,12 @@ class Store(Protocol):
 
     @property
     def absolute(self) -> "Store":
-        """The same store, independent of the working directory."""
+        """This store, independent of the working directory."""
         ...
 
     @property
     def unsynced(self) -> "Store":
-        """The same store for files that need not survive a power cut."""
+        """This store, for files that need not survive a power cut."""
         ...
 
     def limited(self, max_mode: int) -> "Store":
@@ -199,7 +199,7 @@ class Store(Protocol):
 
     @property
     def parent(self) -> "Store | None":
-        """The store that contains this folder; None at the top."""
+        """Store that contains this folder, or None at the top."""
         ...
 
     def within(self, folder: str) -> "Store":

@@ -68,7 +68,7 @@ def config_in_files(source: str, revision: str | None = None) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class FileOrigin:
-    """The stored tensors from which transformers makes one or several tensors of a model.
+    """Stored tensors from which transformers makes one or several tensors of a model.
 
     Attributes:
         target: the first of the names in the model.

@@ -41,7 +41,7 @@ from ft_ckpt.storage.places import Place, local_folder
 
 @dataclass(frozen=True, eq=False)
 class FileModel:
-    """A model in eval mode, and the names of stored tensors that it does not have."""
+    """Model in eval mode, and the names of stored tensors that it does not have."""
 
     model: Any
     unused_names: tuple[str, ...]

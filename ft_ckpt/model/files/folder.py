@@ -61,7 +61,7 @@ class FolderPart:
 
     @property
     def prefix(self) -> str:
-        """A prefix for the names of its tensors, which makes them unique among the parts."""
+        """Prefix for the names of its tensors, which makes them unique among the parts."""
         return f"{self.path.replace('/', '.')}." if self.path else ""
 
     def stem_in(self, tensor_format: TensorFormat) -> str:
@@ -72,7 +72,7 @@ class FolderPart:
 
 
 class WeightsFolder(JoinedFile):
-    """A folder of weights as one file, with the tensors of all its `parts`."""
+    """Folder of weights as one file, with the tensors of all its `parts`."""
 
     def __init__(
         self, place: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None

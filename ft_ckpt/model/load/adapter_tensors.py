@@ -24,7 +24,7 @@ StoredTensors = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class _LiveAdapters:
-    """The tensors of a PeftModel.
+    """Tensors of a PeftModel.
 
     `entries` has the entries of each adapter by stored name. `base` has the tensors of the base,
     both by their names in the base with PEFT's prefix and by their names in the model.

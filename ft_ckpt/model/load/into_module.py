@@ -34,7 +34,7 @@ _Stored = TypeVar("_Stored")
 
 @dataclass(frozen=True, eq=False)
 class _ModuleComparison:
-    """The result of comparing a part's files with a module.
+    """Result of comparing a part's files with a module.
 
     Attributes:
         report: the names that are missing, unexpected or reshaped.
@@ -52,7 +52,7 @@ class _ModuleComparison:
 
     @property
     def module(self) -> nn.Module:
-        """The user's module, without wrappers."""
+        """Module of the user, without wrappers."""
         return self.tensors.chain[-1]
 
 

@@ -26,7 +26,7 @@ ModelType = TypeVar("ModelType", bound=nn.Module)
 
 
 class LoadArguments(TypedDict, total=False):
-    """The keyword arguments of `load_model` for type checkers, without `into` and `with_report`."""
+    """Keyword arguments of `load_model` for type checkers, without `into` and `with_report`."""
 
     part: str | None
     base: Any

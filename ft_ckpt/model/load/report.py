@@ -11,7 +11,7 @@ from ft_ckpt.model.load.request import LoadOptions
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of a load. A strict load raises for missing, unexpected or reshaped names."""
+    """Result of a load. A strict load raises for missing, unexpected or reshaped names."""
 
     path: str | Path
     """The checkpoint: its path, or its URL."""
@@ -26,7 +26,7 @@ class LoadReport:
     tensors: int = 0
     """Number of tensors that were loaded."""
     zero_copy: bool = False
-    """Whether the parameters are mapped files (copy-on-write)."""
+    """True if the parameters are mapped files (copy-on-write)."""
     notes: tuple[str, ...] = ()
     """Decisions of the load that affect the model."""
 

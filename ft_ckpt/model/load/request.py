@@ -33,7 +33,7 @@ from ft_ckpt.storage.places import Place
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The checked arguments of a load that apply to all parts.
+    """Checked arguments of a load that apply to all parts.
 
     They are those of `load_model`. `device` is where models are moved to. `accelerator` is where
     tensors are read to directly, or None for the host.

@@ -28,7 +28,7 @@ _SAVES_TO_RESUME = "save a checkpoint to resume from with save_state()"
 
 @dataclass(frozen=True)
 class _ConfigComparison:
-    """The result of comparing a model with the one that transformers makes from its config.
+    """Result of comparing a model with the one that transformers makes from its config.
 
     Attributes:
         differences: a text for each tensor that differs.

@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The tensors of the live model that it is made from."""
+        """Tensors of the live model that it is made from."""
         if self.group is not None:
             return self.group.sources
         return () if self.source is None else (self.source,)
@@ -102,7 +102,7 @@ class Part:
 
     @property
     def casts(self) -> dict[str, int]:
-        """The number of tensors of each cast, such as {"float32->bfloat16": 12}."""
+        """Number of tensors of each cast, such as {"float32->bfloat16": 12}."""
         casts: Counter[str] = Counter()
         for entry in self.entries:
             if entry.dtype != entry.memory_dtype:
@@ -111,7 +111,7 @@ class Part:
 
     @property
     def main_dtype(self) -> str:
-        """The stored dtype of most floating-point elements, "float32" if there are none.
+        """Stored dtype of most floating-point elements, "float32" if there are none.
 
         The config of the part gets it.
         """

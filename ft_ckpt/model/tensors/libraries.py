@@ -19,7 +19,7 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Library:
-    """A library whose models have `save_pretrained` and `from_pretrained`.
+    """Library whose models have `save_pretrained` and `from_pretrained`.
 
     Attributes:
         package: its name as a Python package.

@@ -13,7 +13,7 @@ Merged = bool | str | Iterable[str] | Mapping[str, float]
 
 @dataclass(frozen=True)
 class MergeChoice:
-    """The adapters to merge. If `adapters` is empty, these are the active ones.
+    """Adapters to merge. If `adapters` is empty, these are the active ones.
 
     If `weights` is not empty, each adapter is multiplied by its weight.
     """

@@ -242,7 +242,7 @@ def _makes_subclasses(quantizer: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Selection:
-    """The tensors of a module to store, each under one name.
+    """Tensors of a module to store, each under one name.
 
     Attributes:
         sources: the tensors, by stored name.

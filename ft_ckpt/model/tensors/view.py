@@ -25,7 +25,7 @@ from ft_ckpt.ranks.wrappers import unwrap
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A module of the live model with its tensors.
+    """Module of the live model with its tensors.
 
     Attributes:
         module: an nn.Module of any class, without wrappers.
@@ -43,12 +43,12 @@ class View:
 
     @property
     def active_adapters(self) -> list[str]:
-        """The names of the active adapters."""
+        """Names of the active adapters."""
         return active_adapters(self.module)
 
     @property
     def base(self) -> "View":
-        """The view of the base model, with the names from before the adapters were added."""
+        """View of the base model, with the names from before the adapters were added."""
         extra = dict(entries_of_base(self.module, self.extra))
         return View(model_below(self.module), dict(self.base_sources()), extra)
 

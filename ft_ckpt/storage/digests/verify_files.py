@@ -30,7 +30,7 @@ class FileShare:
 
 @dataclass(frozen=True)
 class ShareDigests:
-    """The hexadecimal digests of what consecutive ranks wrote into the file `path`.
+    """Hexadecimal digests of what consecutive ranks wrote into the file `path`.
 
     The digests are those of the ranks `first`, `first` + 1, and so on. If they could not be
     computed, there are none, and `problem` says why.

@@ -25,7 +25,7 @@ _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 @dataclass
 class LocalWriting:
-    """A file that is being written at `draft`. `finish` moves it to `path`.
+    """File that is being written at `draft`. `finish` moves it to `path`.
 
     Whole disk blocks of aligned memory are written with direct I/O. All other bytes go through the
     page cache, where the kernel merges the bytes of two ranks that share a disk block.

@@ -31,7 +31,7 @@ _MAX_CALL_BYTES = 1 << 30
 
 
 class LocalFile:
-    """A file that is open for reading, until `close` or until this object is garbage-collected."""
+    """File that is open for reading, until `close` or until this object is garbage-collected."""
 
     can_map = True
 
@@ -121,7 +121,7 @@ def open_local_file(path: Path, name: str = "") -> LocalFile:
 
 
 class MappedBytes:
-    """The bytes of a whole file in private memory. Writes to the memory do not reach the file.
+    """Bytes of a whole file in private memory. Writes to the memory do not reach the file.
 
     The memory is a mapping of the file, whose pages are read at their first access. If
     `is_anonymous`, it is anonymous memory that the file was read into.
@@ -211,7 +211,7 @@ class MappedBytes:
 
 
 class _ViewReference(weakref.ref[memoryview]):
-    """A weak reference to a view in use. It keeps the mapping alive.
+    """Weak reference to a view in use. It keeps the mapping alive.
 
     The object is small, because there is one for each tensor.
     """

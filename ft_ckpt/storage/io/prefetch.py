@@ -55,7 +55,7 @@ class ByteRun:
 
 @dataclass(frozen=True, eq=False)
 class ReadPart:
-    """The next bytes of a run, which stay in memory until the next part is requested.
+    """Next bytes of a run, which stay in memory until the next part is requested.
 
     Attributes:
         run: the run that the bytes belong to.
@@ -73,7 +73,7 @@ class ReadPart:
 
     @property
     def content(self) -> memoryview:
-        """The bytes, in writable memory."""
+        """Bytes as writable memory."""
         return memory_at(self.address, self.size_bytes)
 
 

@@ -68,7 +68,7 @@ def tuning_for(
 
 @dataclass(frozen=True)
 class Region:
-    """The next bytes of a file, which are in host memory until the next region is requested.
+    """Next bytes of a file, which are in host memory until the next region is requested.
 
     Attributes:
         start: offset in the file of the first byte. It ascends from region to region.
@@ -98,7 +98,7 @@ def digest_regions(regions: Iterable[Region]) -> str:
 
 
 class WriterPool:
-    """The threads and the aligned blocks that all files of a save share.
+    """Threads and aligned blocks that all files of a save share.
 
     `local_bytes` is the total to be written, if it is known and all of it goes to a local disk.
     After each write, the thread that made it calls `advance` with the number of bytes.
@@ -311,7 +311,7 @@ class FileWriter:
 
 @dataclass
 class _FillingBlock:
-    """A block, and which of its bytes are filled with bytes of the file.
+    """Block of memory that is being filled with bytes of the file.
 
     A block begins at an aligned offset of the file. For example, regions from byte 5000 on go into
     a block of file_start 4096, whose filled bytes begin at 904:

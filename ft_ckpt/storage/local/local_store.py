@@ -47,7 +47,7 @@ _DRAFT = ".draft"
 
 @dataclass(frozen=True)
 class LocalStore:
-    """The store of the files below `folder`. The folder need not exist yet.
+    """Store of the files below `folder`. The folder need not exist yet.
 
     Links are followed when reading, never when deleting.
 

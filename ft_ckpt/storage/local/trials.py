@@ -41,7 +41,7 @@ _tried_mounts: set[Mount] = set()  # mounts that this process has tried without 
 
 @dataclass(frozen=True)
 class Ability:
-    """The result of one trial. `detail` says what failed, and is empty if it works."""
+    """Result of one trial. `detail` says what failed, and is empty if it works."""
 
     name: str
     works: bool

@@ -184,7 +184,7 @@ def spool_file(folder: Path | None = None) -> BinaryIO:
 
 
 class LibraryFile(io.FileIO):
-    """A new file that a library writes from C code, which must not see the error of a write.
+    """New file that a library writes from C code, which must not see the error of a write.
 
     Space for `max_bytes` is allocated first. After a write has failed, later writes are skipped.
     `check` raises the error.

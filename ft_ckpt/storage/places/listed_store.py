@@ -35,7 +35,7 @@ class RequestCount:
 
 @dataclass(eq=False)
 class _CountedObject:
-    """An open object whose reads are counted."""
+    """Open object whose reads are counted."""
 
     inner: Readable
     requests: RequestCount
@@ -50,7 +50,7 @@ class _CountedObject:
 
 @dataclass(frozen=True)
 class ListedStore(RemoteStore):
-    """The objects of the store `inner` that are `listed`, in the versions of the listing.
+    """Objects of the store `inner` that are `listed`, in the versions of the listing.
 
     Nothing can be written. A remote object is opened once, and all callers share it. Closing it
     does nothing.

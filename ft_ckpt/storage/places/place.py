@@ -25,7 +25,7 @@ from ft_ckpt.storage.store import Readable, Store, is_name
 
 @dataclass(frozen=True)
 class Place:
-    """An object or folder `name` of a store, or the store itself if `name` is empty.
+    """Object or folder `name` of a store, or the store itself if `name` is empty.
 
     `str` returns the path or URL.
     """
@@ -48,27 +48,27 @@ class Place:
 
     @property
     def absolute(self) -> "Place":
-        """The same place, independent of the working directory."""
+        """This place, independent of the working directory."""
         return replace(self, store=self.store.absolute)
 
     @property
     def resolved(self) -> "Place":
-        """The same place, with symbolic links resolved."""
+        """This place, with symbolic links resolved."""
         return _local_place(Path(self.folder.identity)) if self.is_local else self
 
     @property
     def beside(self) -> Store:
-        """The store of the folder that contains it. At the top of a bucket, that of the bucket."""
+        """Store of the folder that contains it. At the top of a bucket, that of the bucket."""
         return self.folder.parent or self.folder
 
     @property
     def basename(self) -> str:
-        """The last component of its path or URL."""
+        """Last component of its path or URL."""
         return self.name.rpartition("/")[2] or _basename(self.store)
 
     @property
     def folder(self) -> Store:
-        """The store of its contents."""
+        """Store of its contents."""
         return self.store.within(self.name) if self.name else self.store
 
     @property
