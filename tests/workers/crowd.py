@@ -31,7 +31,7 @@ from tuning import blocks_of
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.ranks import Ranks, current_ranks
 from ft_ckpt.runs.data import rng
-from ft_ckpt.runs.resume.opening import merge_views
+from ft_ckpt.runs.resume.opening import merge_access
 from ft_ckpt.runs.state import (
     LocalState,
     Restored,
@@ -156,8 +156,9 @@ def live_meetings(folder: Path, own: tuple[LocalState, SavePlan], phase: str) ->
             {"mode": "must", "facts": facts, "branch": None, "late": False},
             same=("mode",),
         )
-        views = ranks.agree("opening", {"sees": True, "shares": True}, decide=merge_views).result
-        assert views == {"far": "", "sharers": [[0, ranks.size - 1]]}, views
+        answer = {"has_checkpoint": True, "has_same_files": True}
+        access = ranks.agree("opening", answer, decide=merge_access).result
+        assert access == {"without": "", "same_files": [[0, ranks.size - 1]]}, access
         agree_on_outcomes(
             ranks, "the end", [Restored(f"item {number}", "restored") for number in range(8)]
         )

@@ -1,7 +1,7 @@
 """A resume, from the choice of a checkpoint to the report.
 
-Nothing here is overwritten before `restore_run`. Begin at `resuming`, which calls the steps in
-their order.
+Nothing of the run is overwritten before `restore_run`. Begin at `resuming`, which calls the other
+modules step by step.
 """
 
 import lazy_loader

@@ -1,3 +1,6 @@
+from .open_chosen import (
+    open_for_all as open_for_all,
+)
 from .opening import (
     ResumePoint as ResumePoint,
     open_resume_point as open_resume_point,
@@ -10,6 +13,5 @@ from .restore_items import (
     restore_weights as restore_weights,
 )
 from .resuming import (
-    open_for_all as open_for_all,
     resume_run as resume_run,
 )

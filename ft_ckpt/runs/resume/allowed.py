@@ -1,4 +1,4 @@
-"""Items that a resume may leave unrestored."""
+"""The items that a resume may leave unrestored, as the user allows by `resume(allow=...)`."""
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -14,10 +14,13 @@ _NOT_OBJECTS = ("adapter settings", "base", "data", "gradients", "rng")
 
 
 class AllowedItems:
-    """The items that may stay unrestored, by the argument `allow` of a resume."""
+    """The items that may stay unrestored."""
 
     def __init__(self, allow: Iterable[str] | bool) -> None:
-        """Parse `allow`: names, True (any item) or False (none). Raises ConfigError otherwise."""
+        """Read the argument `allow`: names of items, True for any item, or False for none.
+
+        Raises ConfigError for anything else.
+        """
         self._allows_any = allow is True
         try:
             names = as_names(() if isinstance(allow, bool) else allow, "resume(allow=...)")
@@ -26,21 +29,27 @@ class AllowedItems:
         self._names = frozenset(names)
 
     def refuse_unknown(self, names: Collection[str], outcomes: Iterable[Restored]) -> None:
-        """Raise ConfigError for allowed names of no item: `names`, and those of the `outcomes`."""
+        """Raise ConfigError if an allowed name is not that of an item.
+
+        The items are those in `names` and in `outcomes`. "weights" cannot be allowed.
+        """
         items = {*_NOT_OBJECTS, *names, *(outcome.name for outcome in outcomes)} - {"weights"}
         unknown = sorted(self._names - items)
         if unknown:
             question = did_you_mean(unknown, items)
-            raise ConfigError(
+            text = (
                 f"resume(allow=...): {listing([repr(name) for name in unknown], ', ')}: no such "
-                f"item; there are {listing(sorted(items), ', ', 20)}{'; ' if question else ''}"
-                f"{question}"
+                f"item; there are {listing(sorted(items), ', ', 20)}"
             )
+            raise ConfigError(f"{text}; {question}" if question else text)
 
     def refuse_unrestored(
         self, path: Path | str, outcomes: Sequence[Restored], effect: str
     ) -> None:
-        """Raise LoadError naming each item that was not restored and must be."""
+        """Raise LoadError naming each item that was not restored and is not allowed to stay so.
+
+        `path` is the checkpoint. `effect` says in the error what the failed resume has changed.
+        """
         if self._allows_any:
             return
         required = tuple(outcome for outcome in outcomes if outcome.name not in self._names)

@@ -1,4 +1,8 @@
-"""Chooses the checkpoint of a resume on rank 0."""
+"""Chooses the checkpoint of a resume on rank 0: the newest intact one, or the one that is named.
+
+A checkpoint may have copies, for example in the upload folder and in the bucket of a run. All of
+them are tried before an older checkpoint. A place is a folder on a disk or a prefix in a bucket.
+"""
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.catalog import (
@@ -26,29 +30,42 @@ from ft_ckpt.errors import (
     UnreadableError,
     listing,
 )
-from ft_ckpt.extension_points import load_extension
 from ft_ckpt.messages import did_you_mean, warn
 from ft_ckpt.progress_bars import track_reads
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.runs.folder import has_training_state, recover_all
-from ft_ckpt.runs.resume.opening import CheckpointFacts, ResumePoint, facts_of, open_resume_point
+from ft_ckpt.runs.resume.foreign_folder import find_foreign_folder
+from ft_ckpt.runs.resume.opening import (
+    CheckpointId,
+    ResumePoint,
+    checkpoint_id_of,
+    open_resume_point,
+)
 from ft_ckpt.runs.resume.request import MODES, ResumeRequest, folder_exists
-from ft_ckpt.runs.state import Restored, RestoreReport
 from ft_ckpt.storage.places import Place
 
 
-class Damage:
-    """The problems of the checkpoints that a resume has found to be damaged."""
+class DamagedCheckpoints:
+    """The checkpoints that this resume has found to be damaged, with their problems.
+
+    `choose_checkpoint` skips them.
+    """
 
     def __init__(self) -> None:
-        self._by_url: dict[str, Sequence[Problem]] = {}
+        self._problems_by_url: dict[str, Sequence[Problem]] = {}
 
-    def note(self, place: Place, problems: Sequence[Problem]) -> None:
-        self._by_url[_absolute_url(place)] = problems
+    def add(self, place: Place, problems: Sequence[Problem]) -> None:
+        """Record that the checkpoint at `place` has these problems."""
+        self._problems_by_url[_absolute_url(place)] = problems
 
-    def at(self, place: Place) -> Sequence[Problem] | None:
-        """Return the problems of the checkpoint at `place`, or None if none were found so far."""
-        return self._by_url.get(_absolute_url(place))
+    def problems_of(self, place: Place) -> Sequence[Problem] | None:
+        """Return the problems of the checkpoint at `place`; None if none were found so far."""
+        return self._problems_by_url.get(_absolute_url(place))
+
+
+def _absolute_url(place: Place) -> str:
+    """Return the URL of a place, which is the same for relative and absolute paths to it."""
+    return place.absolute.folder.url
 
 
 @dataclass(frozen=True)
@@ -56,63 +73,69 @@ class Choice:
     """What to resume from: a checkpoint, or a folder of another program.
 
     A fresh start has neither.
+
+    Attributes:
+        checkpoint_id: By which other ranks find the checkpoint. None without a checkpoint.
+        resume_point: The checkpoint, which is open on rank 0. None on the other ranks.
+        new_run_id: The id under which the run continues, or None if it keeps its id. See
+            `id_of_branch`.
+        foreign_folder: The folder of another program.
     """
 
-    facts: CheckpointFacts | None = None
-    resume_point: ResumePoint | None = None  # the checkpoint, open on rank 0 alone
-    branch: str | None = None  # id of the new run if the resume branches off, see `branch_run_id`
+    checkpoint_id: CheckpointId | None = None
+    resume_point: ResumePoint | None = None
+    new_run_id: str | None = None
     foreign_folder: Path | None = None
 
 
 def choose_checkpoint(
-    request: ResumeRequest, damage: Damage, ranks: Ranks, stack: ExitStack
+    request: ResumeRequest, damaged: DamagedCheckpoints, ranks: Ranks, stack: ExitStack
 ) -> Choice:
-    """Choose a checkpoint on rank 0, and open it on that rank until `stack` closes.
+    """Choose a checkpoint on rank 0, and open it there; `stack` closes it.
 
-    Collective: call it on every rank. Checkpoints with `damage` are left out. Raises what
-    `open_newest` raises, RankError if another rank failed.
+    Collective: call it on every rank. The checkpoints in `damaged` are skipped. Raises on rank 0
+    what `open_newest` raises, and RankError on the other ranks.
     """
     choice = Choice()
     value: dict[str, object] = {"mode": str(request.mode)}
     with ranks.deferring_error() as choosing:
         if ranks.is_main:
             with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
-                choice = _choose(request, damage, stack)
+                choice = _choose(request, damaged, stack)
             value |= _to_json(choice)
     agreed = ranks.agree("resume()", value, choosing.error, same=("mode",))
     return choice if ranks.is_main else _from_json(agreed.result)
 
 
-def _absolute_url(place: Place) -> str:
-    return place.absolute.folder.url  # equal for all spellings of a place
-
-
 def _to_json(choice: Choice) -> dict[str, object]:
+    """Return what the other ranks need of rank 0's choice."""
+    checkpoint_id, folder = choice.checkpoint_id, choice.foreign_folder
     return {
-        "facts": None if choice.facts is None else choice.facts._asdict(),
-        "branch": choice.branch,
-        "foreign_folder": None if choice.foreign_folder is None else str(choice.foreign_folder),
+        "checkpoint_id": None if checkpoint_id is None else checkpoint_id._asdict(),
+        "new_run_id": choice.new_run_id,
+        "foreign_folder": None if folder is None else str(folder),
     }
 
 
 def _from_json(value: Mapping[str, Any]) -> Choice:
-    facts, folder = value["facts"], value["foreign_folder"]
+    id_fields, folder = value["checkpoint_id"], value["foreign_folder"]
     return Choice(
-        facts=None if facts is None else CheckpointFacts(**facts),
-        branch=value["branch"],
+        checkpoint_id=None if id_fields is None else CheckpointId(**id_fields),
+        new_run_id=value["new_run_id"],
         foreign_folder=None if folder is None else Path(folder),
     )
 
 
-def _choose(request: ResumeRequest, damage: Damage, stack: ExitStack) -> Choice:
+def _choose(request: ResumeRequest, damaged: DamagedCheckpoints, stack: ExitStack) -> Choice:
+    """Choose what to resume from, on rank 0. `stack` closes the checkpoint."""
     if request.is_named:
         folder = find_foreign_folder(request.place)
         if folder is not None:
-            return Choice(branch=uuid.uuid4().hex, foreign_folder=folder)
+            return Choice(new_run_id=uuid.uuid4().hex, foreign_folder=folder)
     listings: list[Listing] = []
     for run_folder in request.places.folders:
-        recover_all(run_folder)  # leftovers of killed saves
-        # the newest can be found only if all manifests are readable
+        recover_all(run_folder)  # finishes or undoes saves whose process was killed
+        # Without all manifests, an older checkpoint could be taken for the newest one.
         if request.mode in ("auto", "must"):
             listings.append(list_readable(run_folder))
         else:
@@ -124,41 +147,77 @@ def _choose(request: ResumeRequest, damage: Damage, stack: ExitStack) -> Choice:
     if request.places.directory is not None:
         infos = in_run_order(infos)
         warn_of_other_runs(request.places.directory, infos, request.mode)
-    resume_point = open_newest(request, infos, damage, stack)
+    resume_point = open_newest(request, infos, damaged, stack)
     if resume_point is None:
         if request.mode == "auto":
             _refuse_damaged(listings)
         return Choice()
+    checkpoint = resume_point.checkpoint
     return Choice(
-        facts_of(resume_point.checkpoint),
+        checkpoint_id_of(checkpoint),
         resume_point,
-        branch_run_id(request, resume_point.checkpoint, infos),
+        id_of_branch(request, checkpoint, infos),
     )
 
 
+def warn_of_other_runs(
+    directory: Place, infos: Sequence[CheckpointInfo], mode: str | Place
+) -> None:
+    """Warn if the checkpoints `infos` in `directory` belong to other runs.
+
+    With the mode "never" these are all runs, else all but the newest.
+    """
+    newest: dict[str | None, str] = {}
+    for info in resumable(infos):
+        newest[info.manifest.run_id] = info.name
+    runs = [f"{str(run_id)[:6]} (to {name})" for run_id, name in newest.items()]
+    if mode == "never" and runs:
+        warn(
+            f"{directory}: holds another run, {listing(runs, ', ')}; its checkpoints are not "
+            "replaced: use another directory, or delete them",
+        )
+    elif mode in MODES and len(runs) > 1:
+        warn(
+            f"{directory}: holds {len(runs)} runs, oldest first {listing(runs, ', ')}; the newest "
+            "goes on. Use a directory for each",
+        )
+
+
+def resumable(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    return [info for info in infos if has_training_state(info.manifest)]
+
+
 def open_newest(
-    request: ResumeRequest, infos: Sequence[CheckpointInfo], damage: Damage, stack: ExitStack
+    request: ResumeRequest,
+    infos: Sequence[CheckpointInfo],
+    damaged: DamagedCheckpoints,
+    stack: ExitStack,
 ) -> ResumePoint | None:
-    """Open the checkpoint to resume from until `stack` closes; return None for a fresh start.
+    """Open the checkpoint that `request` asks for; `stack` closes it.
 
-    `infos` are the run's checkpoints. Of several copies of a checkpoint, the last intact one in
-    `infos` is opened. Large files are not compared with their digests.
+    `infos` are the checkpoints of the run, oldest first. If a checkpoint has several copies, the
+    last intact one in `infos` is opened. Large files are not compared with their digests here.
 
-    The modes are "never"; "auto", the newest intact resumable checkpoint, or None if there is no
-    checkpoint at all; "must", the newest or an error; otherwise the named checkpoint. Raises
-    NotACheckpointError if there is no checkpoint, CorruptError if none is intact, or naming the
-    damaged files of the named checkpoint and the newest intact one.
+        mode       result
+        "never"    None, which is a fresh start
+        "auto"     the newest intact checkpoint with a training state; None if there is none at all
+        "must"     the newest checkpoint with a training state
+        other      the named checkpoint
+
+    Raises NotACheckpointError if there is no such checkpoint. Raises CorruptError if it is damaged
+    and the mode is not "auto"; the error names the newest intact one. Raises CorruptError for
+    "auto" if all checkpoints are damaged. Raises UnreadableError if the system cannot read it now.
     """
     mode = request.mode
     if mode == "never":
         return None
     candidates = _candidates(request, infos)
     for number, copies in enumerate(candidates):
-        resume_point, problems = _open_whole_copy(copies, damage, stack, deep=False)
+        resume_point, problems = _open_intact_copy(copies, damaged, stack, deep=False)
         if resume_point is not None:
             return resume_point
         if mode != "auto" or are_transient(problems):
-            older = _newest_whole(candidates[number + 1 :], request.deep, damage)
+            older = _newest_intact(candidates[number + 1 :], request.deep, damaged)
             advice = "there is no older one that is whole"
             if older is not None:
                 advice = f"the newest whole one is {older}"
@@ -179,7 +238,11 @@ def open_newest(
 
 
 def _candidates(request: ResumeRequest, infos: Sequence[CheckpointInfo]) -> list[list[Place]]:
-    """Return the checkpoints to try in this order, each as the places of its copies."""
+    """Return the checkpoints to try, in this order.
+
+    Each checkpoint is a list of the places of its copies. For a named checkpoint the list has one
+    element, in which the named copy comes first.
+    """
     by_content: dict[str, list[Place]] = {}
     for info in resumable(reversed(infos)):
         by_content.setdefault(content_identity(info.manifest), []).append(Place(info.store))
@@ -188,9 +251,9 @@ def _candidates(request: ResumeRequest, infos: Sequence[CheckpointInfo]) -> list
         return candidates
     named = _named_checkpoint(request, infos)
     for copies in candidates:
-        further = [place for place in copies if place.folder != named.folder]
-        if len(further) < len(copies):
-            return [[named, *further]]
+        other_copies = [place for place in copies if place.folder != named.folder]
+        if len(other_copies) < len(copies):
+            return [[named, *other_copies]]
     return [[named]]
 
 
@@ -216,20 +279,21 @@ def _named_checkpoint(request: ResumeRequest, infos: Sequence[CheckpointInfo]) -
     return place
 
 
-def _open_whole_copy(
-    copies: Sequence[Place], damage: Damage, stack: ExitStack, deep: bool
+def _open_intact_copy(
+    copies: Sequence[Place], damaged: DamagedCheckpoints, stack: ExitStack, deep: bool
 ) -> tuple[ResumePoint | None, Sequence[Problem]]:
-    """Open the first whole copy of a checkpoint until `stack` closes; or None and the problems.
+    """Open the first intact copy of a checkpoint; `stack` closes it.
 
-    If the system could not read some copies just now, which may be whole, only their problems are
-    returned.
+    Returns the checkpoint and no problems, or None and the problems of the copies. If the system
+    cannot read some copies now, only their problems are returned, because these copies may be
+    intact.
     """
     problems: list[Problem] = []
     for place in copies:
         resume_point = None
-        problems_of_copy = damage.at(place)
+        problems_of_copy = damaged.problems_of(place)
         if problems_of_copy is None:
-            open_copy = partial(_open_whole, place, stack, deep)
+            open_copy = partial(_open_if_intact, place, stack, deep)
             resume_point, problems_of_copy = retry_transient(open_copy, _is_transient)
         if resume_point is not None:
             if problems:
@@ -237,7 +301,8 @@ def _open_whole_copy(
             return resume_point, ()
         text = f"{place}: {listing(problems_of_copy)}"
         problems.append(Problem(text, are_transient(problems_of_copy)))
-    return None, [problem for problem in problems if problem.is_transient] or problems
+    transient_problems = [problem for problem in problems if problem.is_transient]
+    return None, transient_problems or problems
 
 
 def _is_transient(opened: tuple[ResumePoint | None, Sequence[Problem]]) -> bool:
@@ -245,10 +310,13 @@ def _is_transient(opened: tuple[ResumePoint | None, Sequence[Problem]]) -> bool:
     return are_transient(problems)
 
 
-def _open_whole(
+def _open_if_intact(
     place: Place, stack: ExitStack, deep: bool
 ) -> tuple[ResumePoint | None, Sequence[Problem]]:
-    """Open the checkpoint at `place` until `stack` closes; or None and its problems."""
+    """Open the checkpoint at `place` if it is intact; `stack` closes it.
+
+    Returns the checkpoint and no problems, or None and its problems.
+    """
     with ExitStack() as trial:
         try:
             checkpoint = trial.enter_context(open_checkpoint(place))
@@ -264,64 +332,46 @@ def _open_whole(
         return resume_point, ()
 
 
-def _newest_whole(
-    candidates: Sequence[Sequence[Place]], deep: bool, damage: Damage
+def _newest_intact(
+    candidates: Sequence[Sequence[Place]], deep: bool, damaged: DamagedCheckpoints
 ) -> Place | None:
+    """Return the first of `candidates` that has an intact copy, for an error message."""
     for copies in candidates:
         with ExitStack() as trial:
-            resume_point, _ = _open_whole_copy(copies, damage, trial, deep)
+            resume_point, _ = _open_intact_copy(copies, damaged, trial, deep)
             if resume_point is not None:
                 return copies[0]
     return None
 
 
-def resumable(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    return [info for info in infos if has_training_state(info.manifest)]
-
-
-def branch_run_id(
+def id_of_branch(
     request: ResumeRequest, checkpoint: OpenCheckpoint, infos: Sequence[CheckpointInfo]
 ) -> str | None:
-    """Return a new run id if the user named `checkpoint` and its run has later ones, else None.
+    """Return a new run id if the resume goes back to an older checkpoint of its run, else None.
 
-    `infos` are the checkpoints in the run's directory.
+    Only a resume by name can do so. For example, a run was saved at the steps 10, 20 and 30, and
+    the user resumes from step 10: the checkpoints of the steps 20 and 30 do not belong to what is
+    trained now, so the run continues under a new id. `infos` are the checkpoints in the run's
+    directory.
     """
     if not request.is_named:
         return None
-    manifest, around = checkpoint.manifest, checkpoint.place.beside
-    folders = [place.absolute.folder.url for place in request.places.folders]
-    all_infos = infos if around.url in folders else list_readable(Place(around)).checkpoints
-    for info in resumable(all_infos):
+    manifest, folder = checkpoint.manifest, checkpoint.place.beside
+    run_folders = [place.absolute.folder.url for place in request.places.folders]
+    neighbours: Sequence[CheckpointInfo] = infos
+    if folder.url not in run_folders:
+        neighbours = list_readable(Place(folder)).checkpoints
+    for info in resumable(neighbours):
         is_later = (info.manifest.step or 0) > (manifest.step or 0)
         if info.manifest.run_id == manifest.run_id and is_later:
             return uuid.uuid4().hex
     return None
 
 
-def warn_of_other_runs(
-    directory: Place, infos: Sequence[CheckpointInfo], mode: str | Place
-) -> None:
-    """Warn if `directory` has checkpoints (`infos`) of other runs than the one that starts."""
-    newest: dict[str | None, str] = {}
-    for info in resumable(infos):
-        newest[info.manifest.run_id] = info.name
-    runs = [f"{str(run_id)[:6]} (to {name})" for run_id, name in newest.items()]
-    if mode == "never" and runs:
-        warn(
-            f"{directory}: holds another run, {listing(runs, ', ')}; its checkpoints are not "
-            "replaced: use another directory, or delete them",
-        )
-    elif mode in MODES and len(runs) > 1:
-        warn(
-            f"{directory}: holds {len(runs)} runs, oldest first {listing(runs, ', ')}; the newest "
-            "goes on. Use a directory for each",
-        )
-
-
 def _refuse_damaged(listings: Iterable[Listing]) -> None:
-    """Raise ManifestError for damaged manifests.
+    """Raise ManifestError if the run's folders have damaged manifests.
 
-    Their checkpoints may belong to this run, which must not start over then.
+    Their checkpoints may belong to this run. If so, it must not start over.
     """
     for listed in listings:
         if listed.damaged:
@@ -329,40 +379,3 @@ def _refuse_damaged(listings: Iterable[Listing]) -> None:
             raise ManifestError(
                 f"{problems}; there is nothing else to resume from: move it away to begin afresh"
             )
-
-
-_FIND_ACCELERATE_FOLDER = "ft_ckpt.extensions.foreign.accelerate_folder:find_accelerate_folder"
-_READ_ACCELERATE_FOLDER = "ft_ckpt.extensions.foreign.accelerate_folder:read_accelerate_folder"
-
-
-class ForeignFolder(Protocol):
-    """A folder that was read on this rank and fits the run."""
-
-    @property
-    def outcomes(self) -> tuple[Restored, ...]:
-        """The outcomes of items that the folder lacks."""
-
-    def load(self, run: Any, run_id: str) -> RestoreReport:
-        """Restore `run`, and continue as the run `run_id`. Raises LoadError."""
-
-
-def find_foreign_folder(place: Place) -> Path | None:
-    """Return the local folder, at `place` or in it, that another program saved a run in.
-
-    Returns None if there is no such folder.
-    """
-    local_folder = place.folder.local_folder
-    if local_folder is None:
-        return None
-    folder: Path | None = load_extension(_FIND_ACCELERATE_FOLDER)(local_folder)
-    return folder
-
-
-def read_foreign_folder(folder: Path, run: Any, ranks: Ranks) -> ForeignFolder:
-    """Read a folder of `find_foreign_folder` and compare it with `run`; changes nothing.
-
-    Raises LoadError naming files that are damaged or that Accelerate would unpickle, and what does
-    not fit the run.
-    """
-    read: ForeignFolder = load_extension(_READ_ACCELERATE_FOLDER)(folder, run, ranks)
-    return read

@@ -1,4 +1,8 @@
-"""Matches a run with the checkpoint that it resumes from, and compares both; overwrites nothing."""
+"""Compares a run with the checkpoint that it resumes from, before anything is overwritten.
+
+`match_items` finds the objects of the run by the names in the checkpoint. `compare_state` finds the
+items that do not fit.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,28 +42,41 @@ from ft_ckpt.storage.places import Place
 
 @dataclass(frozen=True, eq=False)
 class MatchedRun:
-    """This rank's run under the names of the checkpoint."""
+    """The objects of the run on this rank, under the names that they have in the checkpoint.
+
+    Attributes:
+        model: The model whose weights are saved.
+        items: The other objects.
+        sources: The tensors of all models of the run.
+    """
 
     model: nn.Module
     items: Sequence[Item]
-    sources: Mapping[Key, Source]  # the tensors of its models
+    sources: Mapping[Key, Source]
     ranks: Ranks
 
 
 @dataclass(frozen=True, eq=False)
 class RunComparison:
-    """The result of a comparison of the run with the checkpoint."""
+    """The result of a comparison of the run with the checkpoint.
 
-    rank_trees: Mapping[str, Any]  # the state that this rank has for itself, read
-    outcomes: tuple[Restored, ...]  # on this rank, also of settings that fit
-    misfits: tuple[Restored, ...]  # on any rank
+    Attributes:
+        rank_trees: This rank's own state, as read from the checkpoint, by name. See
+            `read_rank_state`.
+        outcomes: The items that do not fit on this rank, and the settings that fit.
+        misfits: The items that do not fit on at least one rank.
+    """
+
+    rank_trees: Mapping[str, Any]
+    outcomes: tuple[Restored, ...]
+    misfits: tuple[Restored, ...]
 
 
 def match_items(run: TrainingRun, resume_point: ResumePoint, ranks: Ranks) -> MatchedRun:
-    """Find the items of the run by the names of the checkpoint, and the tensors of its models.
+    """Give the items of the run their names in the checkpoint, and find the tensors of its models.
 
-    Collective: call it on every rank. Raises LoadError if objects were prepared in another order,
-    and names do not distinguish them.
+    Collective: call it on every rank. Objects that were prepared in another order are recognized if
+    possible. Raises LoadError if the order decides which model is saved.
     """
     with ranks.deferring_error() as matching:
         signatures = resume_point.document.get("signatures", {})
@@ -75,10 +92,11 @@ def compare_state(
     """Compare the run with the checkpoint before anything is restored.
 
     Collective: call it on every rank. Tensors, items, the settings of adapters and their base are
-    compared, and the state of each rank is read. Raises LoadError for misfits that are not
-    `allowed`, ConfigError for allowed names of no item.
+    compared. The state that each rank has for itself is read. Raises LoadError for items that do
+    not fit and are not in `allowed`. Raises ConfigError if `allowed` names no item.
     """
-    attribute, document = run.config.attribute, resume_point.document
+    attribute = run.config.attribute
+    document = resume_point.document
     ranks = matched.ranks
     rank_trees: dict[str, Any] = {}
     outcomes: list[Restored] = []
@@ -98,7 +116,7 @@ def compare_state(
 
 
 def _find_misfits(matched: MatchedRun, resume_point: ResumePoint) -> list[Restored]:
-    """Find the items that cannot be restored, without calling a `load_state_dict`."""
+    """Return the items that cannot be restored. No `load_state_dict` is called."""
     document = resume_point.document
     stored_items = document["items"]
     outcomes = [restore_weights(matched.sources, resume_point, check_only)]
@@ -110,13 +128,14 @@ def _find_misfits(matched: MatchedRun, resume_point: ResumePoint) -> list[Restor
         elif not _is_dispensable(item, document):
             outcomes.append(Restored(item.name, "absent", "not in the checkpoint"))
     names = {ENGINE, *(item.name for item in matched.items)}
-    absent = "in the checkpoint, not in this run"
-    outcomes += [Restored(name, "absent", absent) for name in stored_items if name not in names]
+    for name in stored_items:
+        if name not in names:
+            outcomes.append(Restored(name, "absent", "in the checkpoint, not in this run"))
     return list(not_restored(outcomes))
 
 
 def _check_item(item: Item, entry: Document, matched: MatchedRun, stored: StoredItem) -> None:
-    """Raise LoadError if the stored state is of another kind, or does not fit the live object."""
+    """Raise LoadError if the stored state is of another kind of object, or does not fit."""
     key = item.kind if item.kind in ("optimizer", "model") else "tree"
     if key not in entry:
         raise LoadError(
@@ -131,12 +150,12 @@ def _check_item(item: Item, entry: Document, matched: MatchedRun, stored: Stored
 
 
 def _is_dispensable(item: Item, document: Document) -> bool:
-    """Check whether the checkpoint of a run with `item` may lack it."""
+    """Check whether the run can resume although the checkpoint lacks `item`."""
     if item.name == ENGINE:
-        return True  # DeepSpeed's counters start at 0 in a run that another engine saved
+        return True  # a run that another engine saved has no counters of DeepSpeed: they start at 0
     if not isinstance(item.value, ModuleExtraState):
         return False
-    # an earlier version stored the extra state with the weights
+    # An earlier version of ft_ckpt stored the extra state with the weights.
     return set(item.value.state_dict()) <= set(document["weights"])
 
 
@@ -145,9 +164,10 @@ def _compare_base(
 ) -> list[Restored]:
     """Compare the base of the run's adapters with the base that they were trained on.
 
-    Does nothing if the checkpoint has the base.
+    Returns one outcome, or [] if the checkpoint has the base itself.
     """
-    parts, weights = resume_point.checkpoint.manifest.parts, resume_point.document["weights"]
+    parts = resume_point.checkpoint.manifest.parts
+    weights = resume_point.document["weights"]
     compared, problems = differences_of_base(
         matched.model, parts, weights, matched.ranks.rank, attribute
     )
@@ -163,26 +183,26 @@ def _compare_base(
 def _compare_adapters(
     matched: MatchedRun, attribute: str | None, resume_point: ResumePoint
 ) -> list[Restored]:
-    """Return a failed item if the run's adapter settings would change the adapter's output."""
+    """Return a failed outcome if the run's adapter settings would change the adapter's output."""
     outcome = try_restore(
-        "adapter settings", partial(_refuse_other_adapters, matched, attribute, resume_point)
+        "adapter settings", partial(_refuse_other_settings, matched, attribute, resume_point)
     )
     return [outcome] if outcome.status == "failed" else []
 
 
-def _refuse_other_adapters(
+def _refuse_other_settings(
     matched: MatchedRun, attribute: str | None, resume_point: ResumePoint
 ) -> None:
-    """Raise LoadError naming the settings of adapters that differ from the stored ones."""
+    """Raise LoadError naming the settings of adapters that differ from those in the checkpoint."""
     model = module_at(matched.model, attribute or "")
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
     checkpoint = resume_point.checkpoint
     problems = []
-    for record in checkpoint.manifest.parts:
-        if record.adapter is None or record.adapter not in configs:
+    for part in checkpoint.manifest.parts:
+        if part.adapter is None or part.adapter not in configs:
             continue
-        stored = adapter_settings(Place(checkpoint.store, record.path).folder)
-        for field, expected, value in differences_of_live(stored, configs[record.adapter]):
-            problems.append(f"{record.adapter}: {field} is {value}, {expected} in the checkpoint")
+        stored_settings = adapter_settings(Place(checkpoint.store, part.path).folder)
+        for field, expected, value in differences_of_live(stored_settings, configs[part.adapter]):
+            problems.append(f"{part.adapter}: {field} is {value}, {expected} in the checkpoint")
     if problems:
         raise LoadError(f"{listing(problems)}; make the adapter with the settings of the saved run")

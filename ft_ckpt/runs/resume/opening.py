@@ -1,13 +1,16 @@
-"""Opens the checkpoint to resume from on every rank, and compares its files with their digests.
+"""Opens rank 0's checkpoint on every rank, and compares its files with their digests.
 
-A rank sees the files of rank 0, or a copy on another disk, or no checkpoint.
+A rank finds one of three things at the path of rank 0's checkpoint: the same files (a shared disk
+or a bucket), a copy on another disk, or nothing that it can use.
+
+Ranks agree after each step: they exchange their outcomes, and an error of one rank is raised on all
+of them. `deferring_error` keeps the error of a block until the ranks agree.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
@@ -32,36 +35,48 @@ from ft_ckpt.storage.places import ListedStore, Place
 
 @dataclass(frozen=True, eq=False)
 class ResumePoint:
-    """An open checkpoint to resume from: manifest, document, tensors; each is read once."""
+    """An open checkpoint to resume from: its manifest, its document and its tensors.
+
+    Attributes:
+        ranks_without_access: The ranks that do not see the checkpoint and read a copy of it, as
+            text such as "2, 3". "" if all ranks see it.
+    """
 
     checkpoint: OpenCheckpoint
     document: Document
     tensors: StoredTensors
-    far_ranks: str = ""  # that do not see the checkpoint and read a copy, as text
+    ranks_without_access: str = ""
 
     def way_to_read(self, fan_out: str) -> str:
-        """Return the way for `choose_filler`, from SaverConfig.fan_out and the checkpoint's store.
+        """Return the argument of `choose_filler` for the setting `fan_out` of SaverConfig.
 
-        The result is the same on all ranks. Ranks that read a copy on their disk do not request
-        small ranges of the bucket from rank 0.
+        The result is the same on all ranks. For "auto" it is "small" if the ranks read from a
+        bucket: rank 0 then requests small ranges and broadcasts them. Ranks that read a copy on
+        their own disk need no broadcast.
         """
-        is_in_bucket = isinstance(self.checkpoint.store, ListedStore) and not self.far_ranks
-        return "small" if fan_out == "auto" and is_in_bucket else fan_out
+        is_in_bucket = isinstance(self.checkpoint.store, ListedStore)
+        if fan_out == "auto" and is_in_bucket and not self.ranks_without_access:
+            return "small"
+        return fan_out
 
 
 def open_resume_point(checkpoint: OpenCheckpoint, stack: ExitStack) -> ResumePoint:
-    """Open the state of an open checkpoint until the stack closes. Raises CorruptError."""
+    """Open the training state of an open checkpoint; `stack` closes it. Raises CorruptError."""
     tensors = StoredTensors(checkpoint)
     stack.callback(tensors.close)
     document = read_document(checkpoint.store, checkpoint.manifest)
     return ResumePoint(checkpoint, document, tensors)
 
 
-class CheckpointFacts(NamedTuple):
-    """The facts by which other ranks recognize rank 0's checkpoint.
+class CheckpointId(NamedTuple):
+    """What other ranks need to find rank 0's checkpoint and to recognize it.
 
-    `manifest_stamp` (inode, size, mtime) is the same on all machines that share a disk, and differs
-    for a copy; it is empty for a bucket, which is the same on all machines.
+    Attributes:
+        path: The path or URL on rank 0.
+        identity: A digest of the manifest. It is the same for a copy of the checkpoint.
+        manifest_stamp: Inode, size and mtime of the manifest's file. They are the same on all
+            machines that share a disk, and differ for a copy. The list is empty for a bucket,
+            because a bucket is the same on all machines.
     """
 
     path: str
@@ -69,81 +84,99 @@ class CheckpointFacts(NamedTuple):
     manifest_stamp: list[int]
 
 
+def checkpoint_id_of(checkpoint: OpenCheckpoint) -> CheckpointId:
+    stamp = _manifest_stamp(checkpoint)
+    return CheckpointId(str(checkpoint.location), checkpoint.identity, stamp)
+
+
 @dataclass(frozen=True, eq=False)
-class RankView:
-    """Rank 0's checkpoint as this rank sees it; which ranks see it is the same on all ranks."""
+class RankAccess:
+    """How this rank reads rank 0's checkpoint.
+
+    All fields but `resume_point` are equal on all ranks.
+
+    Attributes:
+        place: The path or URL of rank 0's checkpoint.
+        resume_point: The checkpoint, open on this rank. None if this rank does not see it.
+        verifying_ranks: The ranks that see the files of rank 0. They divide the comparison of
+            digests. A rank with a copy is not among them, because it compares its copy alone.
+        ranks_without_access: The ranks that do not see the checkpoint, as text such as "2, 3".
+        deep: Whether all digests are compared.
+    """
 
     place: Place
-    resume_point: ResumePoint | None  # None: this rank does not see it
-    sharers: tuple[int, ...]  # the ranks that see the files of rank 0
-    far_ranks: str  # the ranks that do not see the checkpoint, as text
-    deep: bool  # all digests are compared
-
-
-def facts_of(checkpoint: OpenCheckpoint) -> CheckpointFacts:
-    stamp = _manifest_stamp(checkpoint)
-    return CheckpointFacts(str(checkpoint.location), checkpoint.identity, stamp)
+    resume_point: ResumePoint | None
+    verifying_ranks: tuple[int, ...]
+    ranks_without_access: str
+    deep: bool
 
 
 def open_on_all_ranks(
-    facts: CheckpointFacts,
+    checkpoint_id: CheckpointId,
     resume_point: ResumePoint | None,
     open_path: Callable[[str], Place],
     deep: bool,
     ranks: Ranks,
     stack: ExitStack,
-) -> RankView:
-    """Open rank 0's checkpoint, `resume_point` there, on all ranks until `stack` closes.
+) -> RankAccess:
+    """Open rank 0's checkpoint on all ranks; `stack` closes it.
 
-    Collective: call it on every rank. A rank opens the checkpoint itself if it finds the files of
-    rank 0's `facts` at the same path or URL, or an intact copy, whose digests it compares if
-    `deep`. `open_path` resolves path and URL.
+    Collective: call it on every rank. On rank 0 `resume_point` is the checkpoint, which is open
+    already. On the other ranks it is None, and the rank opens the path or URL of `checkpoint_id`
+    with `open_path`. The rank uses what it finds there if these are the files of rank 0, or an
+    intact copy of them. All digests of a copy are compared if `deep`. Otherwise this rank has no
+    access, which is no error.
     """
-    place = open_path(facts.path)
-    shares_files = resume_point is not None
+    place = open_path(checkpoint_id.path)
+    has_same_files = resume_point is not None
     if resume_point is None:
-        with suppress(Exception):  # a rank that cannot open it gets a copy of it
-            resume_point, shares_files = _open_copy(facts, place, stack, deep)
-    sees = {"sees": resume_point is not None, "shares": shares_files}
-    views = ranks.agree("opening the checkpoint of resume()", sees, decide=merge_views).result
-    sharers: list[int] = []
-    for first, last in views["sharers"]:
-        sharers += range(first, last + 1)
-    return RankView(place, resume_point, tuple(sharers), views["far"], deep)
+        with suppress(Exception):  # a rank that cannot open the checkpoint gets a copy of it later
+            resume_point, has_same_files = _open_if_equal(checkpoint_id, place, stack, deep)
+    answer = {"has_checkpoint": resume_point is not None, "has_same_files": has_same_files}
+    what = "opening the checkpoint of resume()"
+    access: dict[str, Any] = ranks.agree(what, answer, decide=merge_access).result
+    verifying_ranks: list[int] = []
+    for first, last in access["same_files"]:
+        verifying_ranks += range(first, last + 1)
+    return RankAccess(place, resume_point, tuple(verifying_ranks), access["without"], deep)
 
 
-def merge_views(answers: Values) -> dict[str, Any]:
-    """Combine what the ranks see of the checkpoint.
+def merge_access(answers: Values) -> dict[str, Any]:
+    """Combine the answers of all ranks whether they have the checkpoint.
 
-    "far" names the ranks that do not see it, as text. "sharers" has the ranks that share its
-    comparison, as runs [first, last].
+    Returns under "without" the ranks that do not have it, as text. Returns under "same_files" the
+    ranks that see the files of rank 0, as ranges [first, last]: [[0, 3], [6, 7]] are the ranks 0 to
+    3, 6 and 7.
     """
-    far_ranks = [rank for rank, answer in enumerate(answers) if not answer["sees"]]
-    sharers = []
-    for shares, group in groupby(range(len(answers)), lambda rank: answers[rank]["shares"]):
-        members = list(group)
-        if shares:
-            sharers.append([members[0], members[-1]])
-    return {"far": rank_numbers(far_ranks), "sharers": sharers}
+    without = [rank for rank, answer in enumerate(answers) if not answer["has_checkpoint"]]
+    same_files: list[list[int]] = []
+    for rank, answer in enumerate(answers):
+        if not answer["has_same_files"]:
+            continue
+        if same_files and same_files[-1][1] == rank - 1:
+            same_files[-1][1] = rank
+        else:
+            same_files.append([rank, rank])
+    return {"without": rank_numbers(without), "same_files": same_files}
 
 
-def _open_copy(
-    facts: CheckpointFacts, place: Place, stack: ExitStack, deep: bool
+def _open_if_equal(
+    checkpoint_id: CheckpointId, place: Place, stack: ExitStack, deep: bool
 ) -> tuple[ResumePoint | None, bool]:
-    """Open the checkpoint as this rank sees it; also return whether its files are rank 0's.
+    """Open the checkpoint at `place` if it is rank 0's or an intact copy of it.
 
-    Returns None for another checkpoint or a damaged one.
+    Returns the open checkpoint or None, and whether its files are those of rank 0.
     """
     with ExitStack() as trial:
         checkpoint = trial.enter_context(open_checkpoint(place))
-        if checkpoint.identity != facts.identity:
+        if checkpoint.identity != checkpoint_id.identity:
             return None, False
-        shares_files = _manifest_stamp(checkpoint) == facts.manifest_stamp
-        if not shares_files and checkpoint.find_problems(deep):
+        has_same_files = _manifest_stamp(checkpoint) == checkpoint_id.manifest_stamp
+        if not has_same_files and checkpoint.find_problems(deep):
             return None, False
         resume_point = open_resume_point(checkpoint, trial)
         stack.push(trial.pop_all())
-        return resume_point, shares_files
+        return resume_point, has_same_files
 
 
 def _manifest_stamp(checkpoint: OpenCheckpoint) -> list[int]:
@@ -154,45 +187,46 @@ def _manifest_stamp(checkpoint: OpenCheckpoint) -> list[int]:
     return [status.st_ino, status.st_size, status.st_mtime_ns]
 
 
-def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
-    """Return the problems of the checkpoint's large files, the same on all ranks.
+def verify_files(access: RankAccess, ranks: Ranks) -> Sequence[Problem]:
+    """Compare the large files with their digests, and return the problems of damaged ones.
 
-    Collective: call it on every rank. Small files were compared when the checkpoint was opened. The
-    ranks that see the files of rank 0 divide the work. Without `deep` nothing is read.
+    Collective: call it on every rank. The result is the same on all ranks. The ranks that see the
+    files of rank 0 divide the work. Without `access.deep` nothing is read, and () is returned.
+    Small files are not compared here, because opening the checkpoint has compared them.
     """
-    if not view.deep:
+    if not access.deep:
         return ()
     checkpoint: OpenCheckpoint | None = None
     files: list[FileRecord] = []
-    own_parts: list[ShareDigests] = []
+    own_digests: list[ShareDigests] = []
     digesting = Outcome()
     with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
-        if view.resume_point is not None:
-            checkpoint = view.resume_point.checkpoint
+        if access.resume_point is not None:
+            checkpoint = access.resume_point.checkpoint
             files = large_files(checkpoint.store, checkpoint.manifest)
             if ranks.size == 1:  # several ranks would each download everything
                 checkpoint.fetch_files([file.path for file in files])
         with digesting.deferring_error():
-            if checkpoint is not None and ranks.rank in view.sharers:
-                number = view.sharers.index(ranks.rank)
-                shares = share_files(files, number, len(view.sharers))
-                own_parts = _digest_whole(checkpoint.store, shares)
+            if checkpoint is not None and ranks.rank in access.verifying_ranks:
+                number = access.verifying_ranks.index(ranks.rank)
+                shares = share_files(files, number, len(access.verifying_ranks))
+                own_digests = _digest_with_retries(checkpoint.store, shares)
 
     def compare_all(values: Values) -> list[dict[str, Any]]:
-        all_parts: list[ShareDigests] = []
+        all_digests: list[ShareDigests] = []
         for value in values:
-            all_parts += [as_record(part, ShareDigests) for part in value["parts"]]
-        return [asdict(problem) for problem in compare_digests(files, all_parts)]
+            all_digests += [as_record(part, ShareDigests) for part in value["parts"]]
+        return [asdict(problem) for problem in compare_digests(files, all_digests)]
 
-    digests = {"parts": [asdict(part) for part in own_parts]}
+    digests = {"parts": [asdict(part) for part in own_digests]}
     agreed = ranks.agree(
         "comparing the checkpoint of resume()", digests, digesting.error, decide=compare_all
     )
     return [Problem(**problem) for problem in agreed.result]
 
 
-def _digest_whole(store: Store, shares: Sequence[FileShare]) -> list[ShareDigests]:
-    """Compute the digests of the shares; retry reads that the system refuses for now."""
+def _digest_with_retries(store: Store, shares: Sequence[FileShare]) -> list[ShareDigests]:
+    """Compute the digests of the shares, and repeat reads that the system refuses for now."""
     return retry_transient(partial(digest_shares, store, shares), _are_transient)
 
 

@@ -1,4 +1,7 @@
-"""What a user asks `resume` for: a mode, or a checkpoint by its name, path or URL."""
+"""What a user asks `resume` for: a mode, or a checkpoint by its name, path or URL.
+
+A place is a folder on a disk or a prefix in a bucket.
+"""
 
 import os
 from collections.abc import Mapping
@@ -13,17 +16,18 @@ from ft_ckpt.runs.loop import in_words
 from ft_ckpt.storage.places import Place, open_place
 
 MODES = ("auto", "must", "never")
-_AUTO = ("latest", "newest", "last", "True", "true")
+# what users of other libraries pass for "auto"
+_NAMES_OF_AUTO = ("latest", "newest", "last", "True", "true")
 
 
 def parse_mode(checkpoint: Any) -> str | Place:
-    """Parse the argument of `resume`: one of MODES, or a checkpoint's name, path, URL or place.
+    """Convert the argument of `resume` to one of MODES, or to a checkpoint's name, path or URL.
 
-    Raises ConfigError.
+    A place stays a place. Raises ConfigError for anything else.
     """
     if checkpoint is None:
         return "auto"
-    if checkpoint is True or checkpoint in _AUTO:
+    if checkpoint is True or checkpoint in _NAMES_OF_AUTO:
         LOG.info(
             "resume(%r) is resume('auto'): the newest checkpoint, or a fresh start", checkpoint
         )
@@ -42,15 +46,19 @@ def parse_mode(checkpoint: Any) -> str | Place:
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """Which checkpoint to resume from, and how strictly.
+    """Which checkpoint to resume from, and how strictly it is compared.
 
-    `mode` is one of `parse_mode`, looked up in the folders of the run.
+    Attributes:
+        mode: A result of `parse_mode`.
+        places: The folders of the run, in which the checkpoint is looked up.
+        options: Options of the clients for URLs, as for `open_place`.
+        deep: Whether all digests are compared.
     """
 
     mode: str | Place
     places: RunPlaces
-    options: Mapping[str, Any] = field(default_factory=dict)  # client options for URLs
-    deep: bool = True  # compare all digests
+    options: Mapping[str, Any] = field(default_factory=dict)
+    deep: bool = True
 
     @property
     def is_named(self) -> bool:
@@ -59,24 +67,26 @@ class ResumeRequest:
 
     @property
     def place(self) -> Place:
-        """The named checkpoint: the run's own of that name, else a path.
+        """The place of the checkpoint that the user named.
 
-        A name with a separator is a path.
+        A name without a separator is looked up in the folders of the run, the upload folder first.
+        If no such folder exists there, the name is taken for a path. If nothing exists at all, the
+        place is the one in the run's directory.
         """
         if isinstance(self.mode, Place):
             return self.mode
         if self.places.directory is None or os.sep in self.mode:
             return self.open_path(self.mode)
-        of_run = [Place(folder.folder, self.mode) for folder in reversed(self.places.folders)]
-        for place in (*of_run, open_place(self.mode)):
+        in_run = [Place(folder.folder, self.mode) for folder in reversed(self.places.folders)]
+        for place in (*in_run, open_place(self.mode)):
             if folder_exists(place):
                 return place
-        return of_run[-1]
+        return in_run[-1]
 
     def open_path(self, path: str) -> Place:
         """Open the place at a path or URL.
 
-        Places below the named checkpoint or the run's directory share the client of these.
+        If it is below the named checkpoint or below the run's directory, it uses the same client.
         """
         for place in (self.mode, self.places.directory):
             if isinstance(place, Place) and f"{path}/".startswith(f"{place.folder.url}/"):

@@ -1,8 +1,9 @@
 """Restores the items of a run from an open checkpoint: model weights, optimizers, objects.
 
-Each function reports per item (`Restored`) and raises only on errors that concern all of them. Each
-rank reads the elements it holds: the number of ranks and their wrappers may differ from those of
-the saved run.
+A failed item is reported (`Restored`), and the next one is tried. Each rank reads the elements that
+it holds, so the number of ranks and the wrappers of the models may differ from those of the saved
+run. A source describes one tensor of a model or optimizer: name, shape, dtype, and which elements
+this rank holds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,18 +21,23 @@ from ft_ckpt.runs.state import FOLDER, Document, Restored, StoredTensors, entrie
 
 
 def check_only(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
-    """Compare the tensors with the stored ones and read none; a `Filler`."""
+    """Compare the tensors with the stored ones, and read none.
+
+    This is a `Filler`: functions that restore an item call it in the place of one that reads.
+    """
     check_all(collect())
 
 
 def restore_weights(
     sources: Mapping[Key, Source], resume_point: ResumePoint, fill_all: Filler = each_reads
 ) -> Restored:
-    """Fill every saved tensor of the model in place, each rank its elements.
+    """Fill every saved tensor of the model in place; each rank fills its elements.
 
-    Every tensor of the model must be stored, except the frozen base of an adapter's checkpoint.
+    The outcome is "failed" if the names differ. Every tensor of the model must be stored, except
+    the frozen base under the adapter in an adapter's checkpoint.
     """
-    weights, stored = resume_point.document["weights"], resume_point.tensors
+    weights = resume_point.document["weights"]
+    stored = resume_point.tensors
     live = model_sources(sources)
     unknown = [name for name in weights if name not in live]
     if unknown:
@@ -46,10 +52,10 @@ def restore_weights(
 
 
 def _required_weights(live: Mapping[str, Source], stored: StoredTensors) -> list[str]:
-    """Return the tensors of a model that must be in the checkpoint.
+    """Return the names of the model's tensors that must be in the checkpoint.
 
-    Added state is stored as an item. The checkpoint of an adapter leaves frozen parameters to the
-    base.
+    Two kinds need not be there: state that a module adds to its state dict, which is an item of its
+    own, and frozen parameters if the checkpoint is of an adapter, because they are in the base.
     """
     required = []
     for name, source in live.items():
@@ -62,7 +68,7 @@ def _required_weights(live: Mapping[str, Source], stored: StoredTensors) -> list
 def _wanted_weights(
     weights: Mapping[str, Sequence[str]], live: Mapping[str, Source], stored: StoredTensors
 ) -> list[WantedTensor]:
-    """Return the tensors to be read: of tied names the first."""
+    """Return the tensors to read. A tensor with several tied names is read once."""
     wanted = []
     seen: set[int] = set()
     for name, (part, stored_name) in weights.items():
@@ -81,16 +87,21 @@ def restore_items(
     rank: int,
     fill_all: Filler = each_reads,
 ) -> list[Restored]:
-    """Restore each of `items` that the checkpoint has."""
+    """Restore each of `items` that the checkpoint has, and return their outcomes.
+
+    An item that differed between the ranks of the saved run is read from this rank's own entries.
+    """
     document = resume_point.document
-    of_rank = entries_of_rank(document, rank)
+    rank_entries = entries_of_rank(document, rank)
     outcomes = []
     for item in items:
         if item.name not in document["items"]:
             continue
-        entry, prefix = document["items"][item.name], item.name
-        if item.name in of_rank:
-            entry, prefix = of_rank[item.name], f"rank-{rank}/{item.name}"
+        entry = document["items"][item.name]
+        prefix = item.name
+        if item.name in rank_entries:
+            entry = rank_entries[item.name]
+            prefix = f"rank-{rank}/{item.name}"
         filler = fill_all
         if any(item.name in trees for trees in document["ranks"]):
             filler = each_reads  # because ranks have different values
@@ -99,15 +110,18 @@ def restore_items(
     return outcomes
 
 
-def note_on_replicas(document: Document) -> list[str]:
-    """Name what differed between the ranks that saved: all ranks now have the stored values."""
-    # of 0.3 and earlier; of later versions
+def replica_differences(document: Document) -> list[str]:
+    """Name what differed between the ranks of the saved run and is now the same on all of them.
+
+    Returns at most one sentence.
+    """
+    # ft_ckpt 0.3 and earlier wrote "apart", later versions write "differing".
     names = [*document.get("apart", {}), *document.get("differing", [])]
     differing = [name.removeprefix(f"{WEIGHTS}/") for name in names]
     for item, entry in document["items"].items():
         description = entry.get("optimizer", {})
         differing += [f"{item}: {setting}" for setting in settings_by_rank(description)]
-        if "own" in description:  # of 0.3 and earlier
+        if "own" in description:  # ft_ckpt 0.3 and earlier wrote it
             differing.append(f"{item}: settings of rank(s) {', '.join(description['own'])}")
     if not differing:
         return []
@@ -116,7 +130,11 @@ def note_on_replicas(document: Document) -> list[str]:
 
 
 def try_restore(name: str, action: Callable[[], Any]) -> Restored:
-    """Restore an item by `action`, which returns a detail or None, and return the outcome."""
+    """Call `action`, which restores the item `name`, and return the outcome.
+
+    The result of `action` is the detail of the outcome, or None. Its error makes the outcome
+    "failed".
+    """
     try:
         detail = action()
     except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are reported together
@@ -127,27 +145,34 @@ def try_restore(name: str, action: Callable[[], Any]) -> Restored:
 
 @dataclass(frozen=True)
 class StoredItem:
-    """The stored tensors of one item."""
+    """The stored tensors of one item.
+
+    Their names in the checkpoint begin with `prefix`. `fill_all` reads several of them.
+    """
 
     prefix: str
     tensors: StoredTensors
     fill_all: Filler
 
     def wanted(self, source: Source, name: str) -> WantedTensor:
-        """Return the stored tensor `name` of the item, to be read into `source`."""
+        """Return the request to read the stored tensor `name` of the item into `source`."""
         stored_name = f"{self.prefix}/{name}"
         file = self.tensors.file_of(FOLDER, stored_name)
         return WantedTensor(source, source.local, file, stored_name)
 
     def fill(self, source: Source) -> None:
-        """Read the elements of `source` at once."""
+        """Read this rank's elements of `source` now."""
         fill_tensor(self.wanted(source, source.name))
 
 
 def restore_item(
     item: Item, entry: Document, sources: Mapping[Key, Source], stored: StoredItem
 ) -> str:
-    """Restore one item. Returns notes; raises what its `load_state_dict` raises."""
+    """Restore one item from its `entry` in the document.
+
+    Returns notes for the report, or "". Raises LoadError if the item does not fit, and what its
+    `load_state_dict` raises.
+    """
     if item.kind == "optimizer":
         return _restore_optimizer(item, entry["optimizer"], labelled_sources(sources), stored)
     if item.kind == "model":
@@ -164,33 +189,35 @@ def _restore_optimizer(
     notes: list[str] = []
 
     def collect() -> list[WantedTensor]:
-        later: list[Source] = []
+        """Restore the numbers and settings, and return the tensors that are read afterwards."""
+        sources_to_fill: list[Source] = []
         optimizer = optimizer_of(item)
         notes.extend(
             optimizer.kind.restore(
-                optimizer.optimizer, description, labels, stored.fill, later.append
+                optimizer.optimizer, description, labels, stored.fill, sources_to_fill.append
             )
         )
-        return [stored.wanted(source, source.name) for source in later]
+        return [stored.wanted(source, source.name) for source in sources_to_fill]
 
     stored.fill_all(item.name, collect)
     return "; ".join(notes)
 
 
 def _wanted_of_model(live: Mapping[str, Source], stored: StoredItem) -> list[WantedTensor]:
-    """Return every tensor of a further model, tied ones under their stored name.
+    """Return the requests to read every tensor of a model other than the main one.
 
-    Raises LoadError naming what differs.
+    Tied tensors have several names, of which the checkpoint has one. Raises LoadError naming the
+    tensors that only one side has.
     """
     stored_names = stored.tensors.state_names(f"{stored.prefix}/")
     names = []
     problems = []
-    for tied in tied_names(live):
-        in_checkpoint = [name for name in tied if name in stored_names]
+    for names_of_tensor in tied_names(live):
+        in_checkpoint = [name for name in names_of_tensor if name in stored_names]
         if in_checkpoint:
             names.append(in_checkpoint[0])
         else:
-            problems.append(f"{tied[0]}: in the model, not in the checkpoint")
+            problems.append(f"{names_of_tensor[0]}: in the model, not in the checkpoint")
     for name in sorted(stored_names):
         if name not in live:
             problems.append(f"{name}: in the checkpoint, not in the model")

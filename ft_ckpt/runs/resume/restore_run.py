@@ -1,4 +1,7 @@
-"""Restores a run from a checkpoint that it was matched and compared with."""
+"""Restores a run from a checkpoint, after `match_run` has compared the two.
+
+This is the first step of a resume that overwrites something.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -12,7 +15,7 @@ from ft_ckpt.runs.loop import TrainingRun
 from ft_ckpt.runs.resume.allowed import HALF_RESTORED, AllowedItems
 from ft_ckpt.runs.resume.match_run import MatchedRun, RunComparison
 from ft_ckpt.runs.resume.opening import ResumePoint
-from ft_ckpt.runs.resume.restore_items import note_on_replicas, restore_items, restore_weights
+from ft_ckpt.runs.resume.restore_items import replica_differences, restore_items, restore_weights
 from ft_ckpt.runs.state import (
     Document,
     Restored,
@@ -32,10 +35,10 @@ def restore_state(
     allowed: AllowedItems,
     versions: Mapping[str, str],
 ) -> RestoreReport:
-    """Restore everything of `run` but its misfits.
+    """Restore `run`, except for the items that do not fit (`comparison.misfits`).
 
     Collective: call it on every rank. Weights, optimizers, objects, the state of each rank, and the
-    progress are restored. Raises LoadError if an item fails that is not in `allowed`: the run is
+    progress are restored. Raises LoadError if an item fails that is not in `allowed`. The run is
     half restored then.
     """
     ranks = matched.ranks
@@ -54,9 +57,9 @@ def restore_state(
 
 
 def _bytes_to_show(resume_point: ResumePoint, ranks: Ranks) -> int | None:
-    """Return the total for the progress bar of a resume.
+    """Return the total of the progress bar in bytes; None if unknown, 0 for no bar.
 
-    A single rank reads all tensors; each of several ranks reads its share.
+    The total is known for one rank, which reads all tensors. Several ranks read a share each.
     """
     if not ranks.shows:
         return 0
@@ -75,11 +78,12 @@ def _restore_on_rank(
     resume_point: ResumePoint,
     versions: Mapping[str, str],
 ) -> RestoreReport:
-    checkpoint, document = resume_point.checkpoint, resume_point.document
-    left_out = {outcome.name for outcome in comparison.misfits}
+    checkpoint = resume_point.checkpoint
+    document = resume_point.document
+    misfit_names = {outcome.name for outcome in comparison.misfits}
     filler = choose_filler(resume_point.way_to_read(run.config.fan_out), matched.ranks)
     outcomes = [*not_restored(comparison.outcomes)]
-    outcomes += _restore_items(matched, resume_point, filler, left_out)
+    outcomes += _restore_items(matched, resume_point, filler, misfit_names)
     with damaged_input(f"{checkpoint.location}: its training state"):
         rank_state = restore_rank_state(
             run.accelerator,
@@ -103,15 +107,19 @@ def _restore_on_rank(
 
 
 def _restore_items(
-    matched: MatchedRun, resume_point: ResumePoint, filler: Filler, left_out: Collection[str]
+    matched: MatchedRun, resume_point: ResumePoint, filler: Filler, misfit_names: Collection[str]
 ) -> list[Restored]:
-    """Restore weights, then models and optimizers, then objects: they may depend on the former."""
-    sources, rank = matched.sources, matched.ranks.rank
-    items = [item for item in matched.items if item.name not in left_out]
+    """Restore the weights, then models and optimizers, then other objects.
+
+    The order matters, because an optimizer may depend on weights, and a scheduler on its optimizer.
+    """
+    sources = matched.sources
+    rank = matched.ranks.rank
+    items = [item for item in matched.items if item.name not in misfit_names]
     objects = [item for item in items if item.kind == "object"]
     models_and_optimizers = [item for item in items if item.kind != "object"]
     outcomes = []
-    if "weights" not in left_out:
+    if "weights" not in misfit_names:
         outcomes.append(restore_weights(sources, resume_point, filler))
     for item in optimizers_among(items):
         item.kind.before_restore(item.optimizer)
@@ -126,25 +134,27 @@ def _differences(
     document: Document,
     versions: Mapping[str, str],
 ) -> list[str]:
-    """Return what has changed since the save, and what differed between its ranks.
+    """Return a sentence for each way in which this run differs from the one that was saved.
 
-    The changes are those of settings and flags.
+    They are changed settings, changed `requires_grad`, watched models with other values, and what
+    differed between the ranks of the saved run.
     """
     fingerprint = run.current_fingerprint(matched.sources, matched.ranks, versions)
     return [
         *fingerprint_differences(document["fingerprint"], fingerprint),
         *changed_flags(document, matched.sources),
         *run.objects.differing_models(document.get("watched", {})),
-        *note_on_replicas(document),
+        *replica_differences(document),
     ]
 
 
 def _notes_on(resume_point: ResumePoint) -> list[str]:
+    """Return the sentences for the user on copies of the checkpoint, and on what it lacks."""
     notes = []
-    if resume_point.far_ranks:
+    if resume_point.ranks_without_access:
         notes.append(
-            f"rank(s) {resume_point.far_ranks} do not see the checkpoint: rank 0 has sent it to "
-            "their nodes"
+            f"rank(s) {resume_point.ranks_without_access} do not see the checkpoint: rank 0 has "
+            "sent it to their nodes"
         )
     unsaved = resume_point.document.get("unsaved", ())
     if unsaved:

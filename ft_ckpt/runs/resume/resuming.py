@@ -1,28 +1,26 @@
-"""Resumes a run: `resume_run` calls the steps in the order in which they happen."""
+"""Resumes a run: chooses a checkpoint, verifies its files, restores the run and reports.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+Ranks agree after each step: they exchange their outcomes, and an error of one rank is raised on all
+of them. `ranks.deferring_error` keeps the error of a block until the ranks agree.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from ft_ckpt.errors import LoadError, Problem, listing
+from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.messages import warn
-from ft_ckpt.ranks import Outcome, Ranks
+from ft_ckpt.ranks import Ranks
 from ft_ckpt.runs.loop import TrainingRun
 from ft_ckpt.runs.resume.allowed import HALF_RESTORED, AllowedItems
-from ft_ckpt.runs.resume.choose import Choice, Damage, choose_checkpoint, read_foreign_folder
+from ft_ckpt.runs.resume.choose import Choice, DamagedCheckpoints, choose_checkpoint
+from ft_ckpt.runs.resume.foreign_folder import read_foreign_folder
 from ft_ckpt.runs.resume.match_run import compare_state, match_items
 from ft_ckpt.runs.resume.node_copies import copy_to_nodes
-from ft_ckpt.runs.resume.opening import (
-    CheckpointFacts,
-    ResumePoint,
-    facts_of,
-    open_on_all_ranks,
-    verify_files,
-)
+from ft_ckpt.runs.resume.opening import open_on_all_ranks, verify_files
 from ft_ckpt.runs.resume.request import ResumeRequest
 from ft_ckpt.runs.resume.restore_run import restore_state
 from ft_ckpt.runs.state import Restored, RestoreReport, agree_on_outcomes
-from ft_ckpt.storage.places import open_place
 
 
 def resume_run(
@@ -34,61 +32,53 @@ def resume_run(
 ) -> None:
     """Restore `run` from the checkpoint that `request` selects.
 
-    Collective: call it on every rank. For a fresh start the run stays as it is. Digests, items and
-    settings are compared before anything is overwritten; a damaged checkpoint is left out, and the
-    next one chosen. If an item fails afterwards, the run is half restored. `allow` and errors are
-    those of `CheckpointSaver.resume`.
+    Collective: call it on every rank. For a fresh start the run stays as it is.
+
+    Digests, items and settings are compared before anything is overwritten. If a file is damaged,
+    the checkpoint is skipped and another one is chosen. If restoring an item fails after the
+    comparison, the run is half restored. `versions` has the version of each library by name.
+    `allow` and the errors are those of `CheckpointSaver.resume`.
     """
     allowed = AllowedItems(allow)
-    damage = Damage()
+    damaged = DamagedCheckpoints()
     with ExitStack() as stack:
         while True:
-            choice = choose_checkpoint(request, damage, ranks, stack)
-            if choice.facts is None:
+            choice = choose_checkpoint(request, damaged, ranks, stack)
+            if choice.checkpoint_id is None:
                 _resume_without_checkpoint(run, choice, ranks, allowed)
                 return
-            view = open_on_all_ranks(
-                choice.facts, choice.resume_point, request.open_path, request.deep, ranks, stack
+            access = open_on_all_ranks(
+                choice.checkpoint_id,
+                choice.resume_point,
+                request.open_path,
+                request.deep,
+                ranks,
+                stack,
             )
-            problems = verify_files(view, ranks)
+            problems = verify_files(access, ranks)
             if not problems:
                 break
-            damage.note(view.place, problems)
-            stack.close()  # what is open of the damaged checkpoint
-        resume_point = copy_to_nodes(view, ranks, stack)
+            # The loop ends: the next call of `choose_checkpoint` skips this checkpoint, or raises
+            # if the user asked for no other.
+            damaged.add(access.place, problems)
+            stack.close()  # this closes the damaged checkpoint
+        resume_point = copy_to_nodes(access, ranks, stack)
         matched = match_items(run, resume_point, ranks)
         comparison = compare_state(run, matched, resume_point, allowed)
         report = restore_state(run, matched, comparison, resume_point, allowed, versions)
-        # the close looks once more whether the checkpoint was replaced, which may fail on one rank
+        # Closing the checkpoint checks again that it was not replaced, which may fail on one rank.
         ranks.run("the end of resume()", stack.close)
         report_resume(run, report)
-        run.branch_off(choice.branch)
-
-
-def report_resume(run: TrainingRun, report: RestoreReport) -> None:
-    """Keep the report.
-
-    Differences and notes are warnings with `on_difference="warn"`. Differences raise LoadError with
-    `on_difference="raise"`.
-    """
-    run.note_resumed(report)
-    on_difference = run.config.on_difference
-    if report.differences and on_difference == "raise":
-        raise LoadError(
-            f"{report.path}: {listing(report.differences)}; start with the same settings, or "
-            "on_difference='warn' to go on"
-        )
-    lines = [*report.differences, *report.notes]
-    if lines and on_difference == "warn":
-        warn(f"{report.path}: {listing(lines)}")
+        run.branch_off(choice.new_run_id)
 
 
 def _resume_without_checkpoint(
     run: TrainingRun, choice: Choice, ranks: Ranks, allowed: AllowedItems
 ) -> None:
-    """Let another program restore `run` from its folder, if one was chosen.
+    """Restore `run` from the folder of another program if one was chosen; else do nothing.
 
-    Collective: call it on every rank. Every rank must see the folder.
+    Collective: call it on every rank. Every rank must see the folder. Raises LoadError for items
+    that the folder lacks and that are not in `allowed`.
     """
     path = choice.foreign_folder
     if path is None:
@@ -105,7 +95,7 @@ def _resume_without_checkpoint(
     allowed.refuse_unrestored(path, absent, "nothing was overwritten")
     report = RestoreReport()
     with ranks.deferring_error() as loading:
-        report = folder.load(run, str(choice.branch))
+        report = folder.load(run, str(choice.new_run_id))
     items, _ = agree_on_outcomes(
         ranks, "accelerator.load_state in resume()", report.items, error=loading.error
     )
@@ -113,30 +103,19 @@ def _resume_without_checkpoint(
     report_resume(run, replace(report, items=items))
 
 
-def open_for_all(
-    open_on_leader: Callable[[], ResumePoint],
-    what: str,
-    deep: bool,
-    ranks: Ranks,
-    stack: ExitStack,
-) -> tuple[ResumePoint | None, Sequence[Problem]]:
-    """Open on all ranks, until `stack` closes, what `open_on_leader` opens on rank 0.
+def report_resume(run: TrainingRun, report: RestoreReport) -> None:
+    """Store the report in the run, and report its differences and notes to the user.
 
-    Collective: call it on every rank. If the files are damaged, None and their problems are
-    returned. `what` names the call in errors. With `deep`, all digests are compared.
+    With `on_difference="warn"` both are warnings. With `on_difference="raise"` differences raise
+    LoadError. The run is restored in both cases.
     """
-    resume_point: ResumePoint | None = None
-    facts: dict[str, object] = {}
-    opening = Outcome()
-    with opening.deferring_error():
-        if ranks.is_main:
-            resume_point = open_on_leader()
-            facts = facts_of(resume_point.checkpoint)._asdict()
-    agreed = ranks.agree(what, facts, opening.error).result
-    view = open_on_all_ranks(
-        CheckpointFacts(**agreed), resume_point, open_place, deep, ranks, stack
-    )
-    problems = verify_files(view, ranks)
-    if problems:
-        return None, problems
-    return copy_to_nodes(view, ranks, stack), ()
+    run.note_resumed(report)
+    on_difference = run.config.on_difference
+    if report.differences and on_difference == "raise":
+        raise LoadError(
+            f"{report.path}: {listing(report.differences)}; start with the same settings, or "
+            "on_difference='warn' to go on"
+        )
+    lines = [*report.differences, *report.notes]
+    if lines and on_difference == "warn":
+        warn(f"{report.path}: {listing(lines)}")
