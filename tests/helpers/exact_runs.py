@@ -13,7 +13,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.ranks import current_ranks
 from ft_ckpt.ranks.moving import gather_tensors
 from ft_ckpt.runs.items import RunObjects, run_sources, walk_models
-from ft_ckpt.runs.state import assemble_state, exchange_facts, local_state
+from ft_ckpt.runs.state import assemble_state, exchange_descriptions, local_state
 
 OPTIONS: dict[str, Any] = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 
@@ -96,8 +96,8 @@ def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     sources = run_sources(walk_models(live.model, items), items)
     ranks = current_ranks()
     local = local_state(items, sources, {})
-    facts, trees = exchange_facts(local, items, ranks, sources)
-    state = assemble_state(local, facts, trees, items, sources, ranks.rank)
+    descriptions, trees = exchange_descriptions(local, items, ranks, sources)
+    state = assemble_state(local, descriptions, trees, items, sources, ranks.rank)
     stored = [entry.source for entry in state.entries if entry.source is not None]
     return gather_tensors(stored, ranks)
 

@@ -36,7 +36,7 @@ from ft_ckpt.runs.state import (
     LocalState,
     Restored,
     agree_on_outcomes,
-    exchange_facts,
+    exchange_descriptions,
     flatten_tree,
     local_state,
 )
@@ -163,7 +163,7 @@ def live_meetings(folder: Path, own: tuple[LocalState, SavePlan], phase: str) ->
             ranks, "the end", [Restored(f"item {number}", "restored") for number in range(8)]
         )
         return
-    assert len(exchange_facts(local, [], ranks, {})[1]) == ranks.size
+    assert len(exchange_descriptions(local, [], ranks, {})[1]) == ranks.size
     if phase == "first save":
         assert try_sharing(LocalStore(folder), ranks).mode is Mode.SHARED
     agree_on_plan("save()", plan, StagedSave(), None, SaveContext(ranks, SaverConfig()))

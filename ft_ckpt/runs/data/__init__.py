@@ -1,7 +1,7 @@
 """Where a run is in its data: positions in data loaders, and random number generators.
 
-Nothing here writes to disk. Begin at `position`, the position in one loader; `positions` has those
-of a run.
+Nothing here writes to disk. Begin at `position`, which captures and restores the position in one
+loader. `positions` has the positions of a run in all of its loaders.
 """
 
 import lazy_loader

@@ -1,4 +1,15 @@
-"""How a pass of a data loader is cut into batches, shared by ranks, and skipped in part."""
+"""How a pass over a data loader is cut into batches, divided between ranks, and skipped in part.
+
+A pass is one iteration of a loader over its data, which is an epoch in most loops.
+
+The source of a loader is its innermost sampler whose items the loader yields in their order. For
+example, four ranks train with batches of 8 samples from a shuffling sampler:
+
+    source     indices of samples       17, 3, 250, 99, ...
+    step 0     items 0 to 31 of it      rank 0 has items 0 to 7, rank 1 has 8 to 15, ...
+    step 1     items 32 to 63
+    per_step   32
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,62 +32,84 @@ from ft_ckpt.runs.data.skipping import RestorableRandomState, SampleOrder, Skipp
 class DataCut:
     """How a pass of a loader is cut into the batches of all ranks.
 
-    The **source** is the innermost sampler whose items the loader yields in order: indices, or
-    batches if the script has a batch sampler of its own. For a stream it is the samples; for any
-    other loader the batches.
+    The items of the source are indices of samples. They are batches if the script has a batch
+    sampler of its own. The items of a stream are its samples. For any other loader they are its
+    batches.
+
+    Attributes:
+        per_step: How many items of the source all ranks together take for one batch each.
+        divisor: How many shares the source is divided into. 1 if the source of every rank has all
+            items.
+        unit: The name of an item in messages: "samples" or "batches".
+        sharing: The order of the source, such as "RandomSampler". None if it is unknown how ranks
+            share the source.
     """
 
-    per_step: int  # items of the source that all ranks together take for one batch each
-    # number of shares that the source is divided into; 1 if the source of every rank has all items
+    per_step: int
     divisor: int
-    unit: str  # name of an item in messages
-    sharing: str | None  # the order of the source; None if the way that ranks share it is unknown
+    unit: str
+    sharing: str | None
 
 
 def cut_of(loader: Any, shares: int) -> DataCut:
-    """Return the cut of the data into `shares`, which may differ from that of the `loader`."""
-    size = getattr(base_loader(loader), "batch_size", None)
+    """Return how the data of `loader` is cut if it is divided into `shares`.
+
+    `shares` is the number of the saved run or of this one.
+    """
     if not is_map(loader):
-        # Accelerate's and transformers' shards of a stream deal batches to ranks in turn.
-        is_dealt = any(_is_shard(dataset) for dataset in nested_datasets(loader))
-        is_known = shares == 1 or hasattr(loader, "slice_fn") or is_dealt
-        per_step = size or 1
-        if not getattr(loader, "split_batches", False):
-            per_step *= shares
-        unit = "samples" if size else "batches"
-        return DataCut(per_step, 1, unit, "stream" if is_known else None)
+        return _cut_of_stream(loader, shares)
     places = sampler_places(loader)
-    at = _source_place(loader)
-    source = sampler_at(*places[at])
-    outer = [sampler_at(holder, name) for holder, name in places[:at]]
-    cutters = [sampler for sampler in outer if "batch_sampler" not in vars(sampler)]
-    outermost = outer[0] if outer else source
+    source_depth = _source_depth(loader)
+    source = sampler_at(*places[source_depth])
+    outer_samplers = [sampler_at(holder, name) for holder, name in places[:source_depth]]
+    # Outer samplers that hold another batch sampler only pass its batches on.
+    batch_samplers = [sampler for sampler in outer_samplers if "batch_sampler" not in vars(sampler)]
+    outermost = outer_samplers[0] if outer_samplers else source
     splitter = loader if hasattr(loader, "slice_fn") else outermost
+    # Accelerate's split_batches divides each batch between the ranks.
     per_step = 1 if getattr(splitter, "split_batches", False) else shares
-    for sampler in cutters:
+    for sampler in batch_samplers:
         per_step *= sampler.batch_size
-    has_shards = any(hasattr(sampler, "num_processes") for sampler in outer)
-    is_shared = base_loader(loader) is not loader or has_shards
+    has_shards = any(hasattr(sampler, "num_processes") for sampler in outer_samplers)
+    all_ranks_read_source = base_loader(loader) is not loader or has_shards
     is_dealt = isinstance(source, DistributedSampler) and _is_of_library(source)
     order = type(source).__name__
     if isinstance(source, SequentialSampler) or (is_dealt and not source.shuffle):
         order = "in order"
-    is_known = shares == 1 or is_shared or is_dealt
-    has_samples = cutters or places[at][1] == "sampler"
+    is_known = shares == 1 or all_ranks_read_source or is_dealt
+    has_samples = bool(batch_samplers) or places[source_depth][1] == "sampler"
     return DataCut(
-        per_step,
-        divisor=1 if is_shared else shares,
+        per_step=per_step,
+        divisor=1 if all_ranks_read_source else shares,
         unit="samples" if has_samples else "batches",
         sharing=order if is_known else None,
     )
 
 
-def data_shares(loader: Any, size: int) -> int:
-    """Return the number of shares of the data over `size` ranks.
+def _cut_of_stream(loader: Any, shares: int) -> DataCut:
+    """Return how the data of a loader is cut whose samples are not read by index."""
+    batch_size = getattr(base_loader(loader), "batch_size", None)
+    # Accelerate's and transformers' shards of a stream deal batches to ranks in turn.
+    is_dealt = any(_is_shard(dataset) for dataset in nested_datasets(loader))
+    is_known = shares == 1 or hasattr(loader, "slice_fn") or is_dealt
+    per_step = batch_size or 1
+    if not getattr(loader, "split_batches", False):
+        per_step *= shares
+    return DataCut(
+        per_step=per_step,
+        divisor=1,
+        unit="samples" if batch_size else "batches",
+        sharing="stream" if is_known else None,
+    )
 
-    Ranks with the same data (tensor parallelism) have one share.
+
+def data_shares(loader: Any, size: int) -> int:
+    """Return how many shares the data has on `size` ranks.
+
+    Ranks that train on the same data (tensor parallelism) count as one share.
     """
-    # reads on rank 0 for all; under tensor parallelism all ranks get the same batch
+    # Accelerate's loader that reads on rank 0 for all ranks has a `slice_fn`. Under tensor
+    # parallelism it gives all ranks the same batch.
     if hasattr(loader, "slice_fn"):
         return 1 if getattr(loader, "submesh_tp", None) else size
     parts = [sampler_at(holder, name) for holder, name in sampler_places(loader)]
@@ -85,13 +118,17 @@ def data_shares(loader: Any, size: int) -> int:
         for name in ("num_processes", "num_replicas"):
             if hasattr(part, name):
                 return int(getattr(part, name))
-    # Accelerate shards only for several shares
-    is_whole = base_loader(loader) is not loader and is_map(loader)
-    return 1 if is_whole else size
+    # Accelerate adds its shards only if there are several shares. So a loader of Accelerate without
+    # shards gives all of the data to each rank.
+    is_undivided = base_loader(loader) is not loader and is_map(loader)
+    return 1 if is_undivided else size
 
 
 def batches_per_call(loader: Any) -> int:
-    """Return the number of batches that the reading rank reads for one batch of `loader`."""
+    """Return how many batches the base loader reads for one batch of `loader`.
+
+    It is 1, except for a loader that reads on rank 0 for all ranks.
+    """
     if not hasattr(loader, "slice_fn") or loader.split_batches:
         return 1
     if getattr(loader, "submesh_tp", None):
@@ -106,7 +143,7 @@ def is_spent(loader: Any, shares: int, consumed: int) -> bool | None:
     """
     places = sampler_places(loader)
     cut = cut_of(loader, shares)
-    source = sampler_at(*places[_source_place(loader)])
+    source = sampler_at(*places[_source_depth(loader)])
     try:
         remaining = len(source) - consumed // cut.divisor
     except TypeError:
@@ -119,14 +156,14 @@ def is_spent(loader: Any, shares: int, consumed: int) -> bool | None:
 def ends_together(loader: Any) -> bool:
     """Check whether all ranks have their last batch at the same step.
 
-    With Accelerate's even_batches=False they do not.
+    They do not with Accelerate's even_batches=False.
     """
     places = sampler_places(loader)
     return not places or getattr(sampler_at(*places[0]), "even_batches", True)
 
 
 def pass_length(loader: Any) -> int | None:
-    """Return the number of batches of a whole pass; None if unknown."""
+    """Return the number of batches of a whole pass on this rank; None if unknown."""
     if not is_map(loader):
         return None
     try:
@@ -157,15 +194,17 @@ def skipping_items(
     inside: bool = False,
     order: SampleOrder | None = None,
 ) -> Iterator[None]:
-    """Let a new pass over `loader` in the block skip `drop` items after the first `keep`, unread.
+    """Let a pass that begins in the block skip items: `drop` items after the first `keep`.
 
-    Items are those of the outermost sampler (usually batches), or with `inside` of the source
-    (usually samples), see `DataCut`. `order` records all of them.
+    Skipped samples are not read. Items are those of the outermost sampler (usually batches), or
+    with `inside` those of the source (usually samples). For example, keep=1 and drop=3 yield the
+    items 0, 4, 5, 6, ... The sampler begins in `random_state`, or in the current state if that is
+    None. `order` records all items, the skipped ones too.
     """
-    place = _source_place(loader) if inside else 0
-    holder, name = sampler_places(loader)[place]
+    depth = _source_depth(loader) if inside else 0
+    holder, name = sampler_places(loader)[depth]
     plain = vars(holder)[name]
-    # Not setattr, which loaders forbid after construction.
+    # Not by setattr, because loaders forbid it after their construction.
     vars(holder)[name] = SkippingSampler(plain, keep, drop, random_state, order)
     try:
         yield
@@ -178,10 +217,10 @@ def _is_shard(dataset: Any) -> bool:
     return hasattr(dataset, "num_processes") and _is_of_library(dataset)
 
 
-def _source_place(loader: Any) -> int:
-    """Return the index in `sampler_places` of the source that has the item.
+def _source_depth(loader: Any) -> int:
+    """Return the index of the source in `sampler_places`.
 
-    Samplers before it yield all items of the next one, in order.
+    The samplers before it yield all items of the next sampler in order.
     """
     samplers = [sampler_at(holder, name) for holder, name in sampler_places(loader)]
     for index, sampler in enumerate(samplers[:-1]):
@@ -191,6 +230,7 @@ def _source_place(loader: Any) -> int:
 
 
 def _is_of_library(part: Any) -> bool:
+    """Check whether a library, not the script, defines how `part` is iterated."""
     return type(part).__iter__.__module__.split(".")[0] in (
         "torch",
         "torchdata",

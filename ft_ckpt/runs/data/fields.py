@@ -1,4 +1,4 @@
-"""The fields of a stored position in the data, and their check."""
+"""Checks the fields of a stored position in the data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +19,12 @@ class _Generator:
 
 @dataclass(frozen=True)
 class _Start:
-    """Random states from which a pass, or a batch of it, was made."""
+    """The random states with which a pass or a batch begins.
 
-    own: Mapping[str, _Generator | None]  # of the loader, by name
+    `own` has the generators of the loader by name. The global ones are checked apart.
+    """
+
+    own: Mapping[str, _Generator | None]
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class _Position:
     least: Whole | None = None
     sharing: str | None = None
     order: str | None = None
-    about: tuple[str, Whole | None] | None = None  # a result of `describe_data`
+    # a result of `describe_data`: class and size of the data
+    about: tuple[str, Whole | None] | None = None
 
 
 def check_position(state: Any) -> None:
@@ -66,7 +70,7 @@ def check_position(state: Any) -> None:
             own_states.append(start["own"])
     for own in own_states:
         for saved in own.values():
-            # torch's may be of a device that is absent here
+            # A generator of torch may be of a device that this process does not have.
             if saved is not None and saved["kind"] != "torch":
                 rng.generator_in(saved)
     if problems:

@@ -1,9 +1,13 @@
 """Properties of data loaders (torch, torchdata, Accelerate, others), and their parts.
 
-The parts are recognized by attributes, not by classes: Accelerate's loaders hold a
-`base_dataloader`, one that reads on rank 0 for all has a `slice_fn`, batch samplers and data sets
-wrap others as `batch_sampler`, `sampler` and `dataset`. Parts are named from the inside
-("sampler.0", "dataset.0"), so that names do not depend on the wrappers of more ranks.
+Parts are recognized by their attributes, not by their classes:
+
+- Accelerate's loaders hold a `base_dataloader`.
+- A loader of Accelerate that reads on rank 0 for all ranks has a `slice_fn`.
+- Samplers and data sets wrap others as `batch_sampler`, `sampler` and `dataset`.
+
+Parts are numbered from the inside ("sampler.0" is the innermost sampler), so that the name of a
+part does not depend on the wrappers that several ranks add.
 """
 
 from collections.abc import Mapping
@@ -14,12 +18,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ft_ckpt.runs.data.skipping import SkippingSampler
 
-_NUMBERS = {  # counters and seeds that determine the sample order, besides generators
+# Attributes of each kind of part that determine the order of samples: counters and seeds.
+_COUNTERS = {
     "loader": ("iteration",),
     "sampler": ("epoch", "initial_seed", "seed"),
     "dataset": ("epoch",),
 }
-_MAX_DEPTH = 16  # nesting of wrappers around a data set or a sampler
+_MAX_DEPTH = 16  # how many wrappers around a data set or a sampler are followed
 
 
 def base_loader(loader: Any) -> Any:
@@ -36,7 +41,7 @@ def is_map(loader: Any) -> bool:
 
 
 def looks_ahead(loader: Any) -> bool:
-    """Check whether this process may read batches before they are requested."""
+    """Check whether the loader may read batches before they are requested."""
     inner = base_loader(loader)
     if inner is not loader or not isinstance(inner, DataLoader):
         return True
@@ -44,21 +49,24 @@ def looks_ahead(loader: Any) -> bool:
 
 
 def reads_here(loader: Any) -> bool:
-    """Check whether this process reads the samples, instead of workers."""
+    """Check whether this process reads the samples itself, without worker processes."""
     return not getattr(base_loader(loader), "num_workers", 0)
 
 
 def is_warm(loader: Any) -> bool:
-    """Check whether workers of an earlier pass persist: then a pass draws no seed for them."""
+    """Check whether workers of an earlier pass are still there.
+
+    If so, a new pass draws no random seed for them.
+    """
     inner = base_loader(loader)
     persists = bool(getattr(inner, "persistent_workers", False))
     return persists and getattr(inner, "_iterator", None) is not None
 
 
 def forget_premade(loader: Any) -> None:
-    """Drop the iterator that a stateful loader creates for its state before the first pass.
+    """Drop the iterator that a stateful loader has made for its state before the first pass.
 
-    The random draws of that iterator would be unknown. The next iterator draws again.
+    It has drawn random numbers in an unknown state. The next iterator draws its own.
     """
     inner = base_loader(loader)
     if getattr(inner, "_initial_iter_for_state_dict", False):
@@ -66,10 +74,11 @@ def forget_premade(loader: Any) -> None:
 
 
 def has_own_state(loader: Any) -> bool:
-    """Check whether the loader has a state of its own that is exact and avoids reading again.
+    """Check whether the loader has a state of its own from which it continues exactly.
 
-    A loader whose data set has no state reads everything again and counts it twice. A loader that
-    reads on rank 0 for all ranks corrects its count of batches, but not the state of its data set.
+    Two kinds of loaders with a `state_dict` do not. If the data set has no state, the loader reads
+    everything again and counts it twice. If the loader reads on rank 0 for all ranks, it corrects
+    its count of batches, but not the state of its data set.
     """
     if hasattr(loader, "slice_fn"):
         return False
@@ -81,7 +90,10 @@ def has_own_state(loader: Any) -> bool:
 
 
 def refills_a_buffer(loader: Any) -> bool:
-    """Check whether the data set (of `datasets`) has a shuffle buffer, which its state omits."""
+    """Check whether the data set has a shuffle buffer, as streams of `datasets` may have.
+
+    The state of the data set leaves out what is in the buffer.
+    """
     for dataset in nested_datasets(loader):
         part = getattr(dataset, "_ex_iterable", None)
         while part is not None:
@@ -94,8 +106,8 @@ def refills_a_buffer(loader: Any) -> bool:
 def forget_start(loader: Any) -> None:
     """Make the next pass start at the first sample.
 
-    A data set of `datasets` starts every pass of an epoch at its loaded state, and training loops
-    do not always set a new epoch.
+    A data set of `datasets` starts every pass at its loaded state until a new epoch is set, and
+    training loops do not always set one.
     """
     for dataset in nested_datasets(loader):
         if getattr(dataset, "_starting_state_dict", None) is not None:
@@ -105,8 +117,8 @@ def forget_start(loader: Any) -> None:
 def samples_in(batch: Any) -> int:
     """Count the samples in `batch`.
 
-    The rows of its first tensor count, else the items of its first list. A batch with neither
-    counts as one sample.
+    It is the number of rows of the first tensor, or else the number of items of the first list. A
+    batch with neither counts as one sample.
     """
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1
@@ -131,11 +143,13 @@ def sampler_places(loader: Any) -> list[tuple[Any, str]]:
 
 
 def sampler_at(holder: Any, name: str) -> Any:
-    item = vars(holder)[name]
-    return item.plain if type(item) is SkippingSampler else item
+    """Return the sampler in the attribute `name` of `holder`, without a `SkippingSampler`."""
+    sampler = vars(holder)[name]
+    return sampler.plain if type(sampler) is SkippingSampler else sampler
 
 
 def nested_datasets(loader: Any) -> list[Any]:
+    """Return the data sets of the loader, outermost first."""
     datasets: list[Any] = []
     holder = base_loader(loader)
     while "dataset" in getattr(holder, "__dict__", {}) and len(datasets) < _MAX_DEPTH:
@@ -145,22 +159,25 @@ def nested_datasets(loader: Any) -> list[Any]:
 
 
 def loader_parts(loader: Any) -> dict[str, Any]:
+    """Return the parts of the loader that may have generators or counters, by name."""
     samplers = [sampler_at(holder, name) for holder, name in sampler_places(loader)]
     parts = {
         "loader": loader,
         "base": base_loader(loader),
         "collate": getattr(base_loader(loader), "collate_fn", None),
     }
-    for kind, items in (("sampler", samplers), ("dataset", nested_datasets(loader))):
-        parts |= {f"{kind}.{depth}": item for depth, item in enumerate(reversed(items))}
+    for number, sampler in enumerate(reversed(samplers)):
+        parts[f"sampler.{number}"] = sampler
+    for number, dataset in enumerate(reversed(nested_datasets(loader))):
+        parts[f"dataset.{number}"] = dataset
     return parts
 
 
 def loader_counters(loader: Any) -> dict[str, int]:
-    """Return the epochs and seeds in the loader's parts."""
+    """Return the epochs and seeds in the loader's parts, as {"sampler.0:epoch": 3}."""
     counters = {}
     for part_name, part in loader_parts(loader).items():
-        for name in _NUMBERS.get(part_name.split(".")[0], ()):
+        for name in _COUNTERS.get(part_name.split(".")[0], ()):
             value = getattr(part, name, None)
             is_settable = name in getattr(part, "__dict__", {}) or hasattr(part, f"set_{name}")
             if is_settable and isinstance(value, int) and not isinstance(value, bool):
@@ -169,7 +186,7 @@ def loader_counters(loader: Any) -> dict[str, int]:
 
 
 def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
-    """Restore `loader_counters` in the parts that this loader has."""
+    """Restore the result of `loader_counters`. Counters that this loader lacks are skipped."""
     current = loader_counters(loader)
     parts = loader_parts(loader)
     for key in saved.keys() & current.keys():
@@ -182,10 +199,11 @@ def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
 
 
 def count_empty_pass(loader: Any, at_start: Mapping[str, int]) -> None:
-    """Count a finished pass if the loader has not; `at_start` are the counters at its start.
+    """Count a finished pass for the loader, if the loader has not counted it.
 
-    Accelerate's loaders do not count a pass without a batch on this rank, and would repeat its
-    order on this rank.
+    `at_start` are the counters at the start of the pass. Accelerate's loaders do not count a pass
+    in which this rank got no batch. Without the count, this rank would use the order of that pass
+    again.
     """
     key = "loader:iteration"
     count = loader_counters(loader).get(key)

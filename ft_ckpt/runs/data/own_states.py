@@ -1,7 +1,8 @@
-"""The loader's own states after its last batches, for loaders that continue from one.
+"""Remembers the states of a stateful loader after its last batches.
 
-A stateful loader continues from its state instead of reading the batches of a pass again. One that
-prefetches has already read on: the state before its last batches is needed then.
+A stateful loader (one with `state_dict`) continues from its state instead of reading the batches of
+a pass again. If it prefetches, its current state is too far ahead: a resume then needs the state
+before the batches that were last consumed.
 """
 
 from collections.abc import Mapping
@@ -12,12 +13,13 @@ import torch
 
 from ft_ckpt.runs.data.loaders import has_own_state, is_map, looks_ahead, refills_a_buffer
 
-# batches to read again so that a loader that prefetches one holds the right one
+# How many batches are read again on a resume, so that a prefetching loader holds the batch that it
+# held at the save.
 BATCHES_AHEAD = 2
 
 
 class OwnStates:
-    """The states of `loader` after each of the last three batches, as `state_dict` gives them."""
+    """The states of `loader` (of its `state_dict`) after each of the last three batches."""
 
     def __init__(self, loader: Any, replay: bool | None) -> None:
         self.loader = loader
@@ -35,7 +37,7 @@ class OwnStates:
 
     @property
     def oldest(self) -> Any:
-        """The oldest remembered state; None without one."""
+        """The oldest remembered state; None if there is none."""
         return self._states[0] if self._states else None
 
     def remember(self) -> None:
@@ -44,16 +46,16 @@ class OwnStates:
             self._states = [*self._states[-BATCHES_AHEAD:], copy_state(self.loader.state_dict())]
 
     def restore(self, stored: Any) -> None:
-        """Replace the remembered states by the one of a saved run, which may be None."""
+        """Replace the remembered states by `stored`, the state in a checkpoint or None."""
         self._states = [stored] if stored is not None and self.are_used else []
 
     def clear(self) -> None:
         self._states = []
 
     def to_store(self) -> Any:
-        """Return the state before the batches that a resume reads again.
+        """Return the state to store: the one before the batches that a resume reads again.
 
-        Returns None if a resume reads from the first batch.
+        Returns None if a resume reads from the first batch of the pass.
         """
         if not self.are_used:
             return None
@@ -63,7 +65,7 @@ class OwnStates:
 
 
 def copy_state(value: Any) -> Any:
-    """Return a copy that shares no memory with a file or the loader."""
+    """Return a copy of a state that shares no memory with a file or the loader."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):

@@ -1,4 +1,9 @@
-"""The positions of a run in all of its data loaders."""
+"""Keeps the positions of a run in all of its data loaders.
+
+A feed is the `DataPosition` of one loader. A checkpoint stores the states of the feeds in the order
+in which the script requested the loaders. After a resume, each loader that is requested gets the
+stored state of its data.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,45 +14,49 @@ from ft_ckpt.ranks import Ranks
 from ft_ckpt.runs.data.position import DataPosition
 from ft_ckpt.runs.data.recuts import report_difference
 
-_ABOUT = "about"  # key of the description by which loaders are recognized
-_PLACE = ("epoch", "batch", "samples")
+_ABOUT = "about"  # key of the description of the data, by which loaders are recognized
+_COUNTS = ("epoch", "batch", "samples")
 
 
 @dataclass
 class _FeedSlot:
-    """One loader; until it is requested, only its saved state."""
+    """The position in one loader. Until the script requests the loader, it is a stored state."""
 
     state: dict[str, Any] | None
     feed: DataPosition | None = None
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Epoch, batch, samples, and whether the pass is known to have ended."""
-        names = (*_PLACE, "at_end")
+        """Epoch, batch, samples, and "at_end", see `DataPosition.at_end`."""
+        names = (*_COUNTS, "at_end")
         if self.feed is None:
             state = self.state or {}
             return {name: state.get(name) for name in names}
         return {name: getattr(self.feed, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, with the description of its data."""
+        """Return the state of the position, with the description of its data."""
         if self.feed is None:
             return self.state or {}
         return {**self.feed.state_dict(), _ABOUT: describe_data(self.feed.loader)}
 
 
 class DataPositions:
-    """The positions of loaders in the order of the first request, over all restarts."""
+    """The positions of loaders, in the order in which the run first requested them.
+
+    The order is kept over restarts of the run.
+    """
 
     def __init__(self, states: Sequence[dict[str, Any]] = ()) -> None:
         """Continue from `states`, the `state_dicts` of the checkpoint."""
         self._slots = [_FeedSlot(state) for state in states]
-        self.current: DataPosition | None = None  # the one requested last
+        # the position that was requested last
+        self.current: DataPosition | None = None
 
     def position_of(
         self, loader: Any, ranks: Ranks, replay: bool | None, on_difference: str
     ) -> DataPosition:
-        """Return the position of `loader`, restored from the checkpoint.
+        """Return the position of `loader`. Its first request restores it from the checkpoint.
 
         The other arguments are those of `DataPosition`.
         """
@@ -73,18 +82,21 @@ class DataPositions:
     def counts(self) -> dict[str, int]:
         """Epoch, batch and samples of the first loader."""
         first = self._slots[0].counts if self._slots else {}
-        return {name: first.get(name, 0) for name in _PLACE}
+        return {name: first.get(name, 0) for name in _COUNTS}
 
     @property
     def epochs_ended(self) -> int:
         """Passes over the first loader that have yielded their last batch."""
-        first = self._slots[0].counts if self._slots else {}
-        return (first.get("epoch") or 0) + bool(first.get("at_end"))
+        if not self._slots:
+            return 0
+        counts = self._slots[0].counts
+        return (counts["epoch"] or 0) + bool(counts["at_end"])
 
     def passes_done(self, of: int = 1, *, with_last: bool = True) -> int:
-        """Count the completed multiples of `of` passes.
+        """Count how often `of` passes are done, over all loaders.
 
-        `with_last` counts a pass that has yielded its last batch.
+        For example, 5 passes over one loader are 2 times 2 passes. `with_last` also counts a pass
+        that has yielded its last batch and was not ended yet.
         """
         multiples = 0
         for slot in self._slots:
@@ -98,10 +110,11 @@ class DataPositions:
         return [slot.state_dict() for slot in self._slots]
 
     def _slot_of(self, loader: Any, on_difference: str) -> _FeedSlot:
-        """Return the slot with the loader's data, else the first that no loader has requested.
+        """Return the slot for a loader that is requested for the first time.
 
-        If the checkpoint has one loader, of other data, `on_difference` decides between an error
-        and a warning.
+        It is the slot with the same data, or else the first slot without a loader, or else a new
+        one. If the checkpoint has several loaders and none with the same data, this warns. If it
+        has a single loader with other data, `on_difference` decides between error and warning.
         """
         waiting = [slot for slot in self._slots if slot.feed is None]
         if not waiting:
@@ -125,11 +138,14 @@ class DataPositions:
                 "the same data for an exact resume"
             )
             report_difference(problem, on_difference)
-        return (alike or waiting)[0]
+        return alike[0] if alike else waiting[0]
 
 
 def describe_data(loader: Any) -> list[Any]:
-    """Describe a loader by class and size of its data, to recognize it in another process."""
+    """Return the class name and the size of the loader's data; the size is None if unknown.
+
+    Another process recognizes the loader by them.
+    """
     dataset = getattr(loader, "dataset", None)
     try:
         return [type(dataset).__name__, len(dataset)]  # type: ignore[arg-type]  # its TypeError is caught
@@ -138,9 +154,9 @@ def describe_data(loader: Any) -> list[Any]:
 
 
 def position_in_state(loader: Any, origin: Any, size: int) -> dict[str, Any]:
-    """Return the state with which `DataPositions` continues `loader` from `origin`.
+    """Return a state for `DataPositions` that continues `loader` from its own state `origin`.
 
-    `origin` is the state of the loader itself on each of `size` ranks.
+    Another library stored `origin` on each of `size` ranks.
     """
     counts = dict.fromkeys(("epoch", "batch", "samples", "given", "offset"), 0)
     absent = dict.fromkeys(("start", "last", "loader"))

@@ -1,4 +1,7 @@
-"""The random number generators that a data loader may draw from: its own and the global ones."""
+"""Captures and restores the random number generators that a data loader may draw from.
+
+They are the global generators, and the loader's own: those that its samplers and other parts hold.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +11,15 @@ from ft_ckpt.runs.data.loaders import loader_parts
 
 
 class RandomState:
-    """The state of all generators that `loader` may draw from: now, or as stored in `state`."""
+    """The state of all generators that `loader` may draw from.
+
+    It is the current state, or the one in `state` (from another `RandomState.state`).
+    """
 
     def __init__(self, loader: Any, state: Mapping[str, Any] | None = None) -> None:
         self.loader = loader
         self.state = state or {"global": rng.capture_generators(), "own": generator_states(loader)}
+        # the generator objects, in case the loader replaces them
         self._objects = {} if state else loader_generators(loader)
 
     def now(self) -> "RandomState":
@@ -20,7 +27,7 @@ class RandomState:
         return RandomState(self.loader)
 
     def put_back(self) -> None:
-        """Restore all generators, as the same objects.
+        """Restore all generators. A captured state also restores which objects they were.
 
         Raises CorruptError for a state that does not fit.
         """
@@ -31,9 +38,9 @@ class RandomState:
 
 
 def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
-    """Return the loader's own generators as (part, attribute, generator) by name.
+    """Return the loader's own generators by name, as (part, attribute, generator).
 
-    The generator of an empty attribute is None.
+    An attribute "generator" that is None is listed too, with None as the generator.
     """
     generators = {}
     for part_name, part in loader_parts(loader).items():
@@ -45,9 +52,9 @@ def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
 
 
 def generator_states(loader: Any) -> dict[str, Any]:
-    """Return the state of each of `loader_generators`, None for an empty attribute.
+    """Return the state of each of `loader_generators` by name; None where there is no generator.
 
-    A shared generator is read once.
+    A generator that several parts share is read once.
     """
     states: dict[int, Any] = {}
     by_key = {}
@@ -59,7 +66,10 @@ def generator_states(loader: Any) -> dict[str, Any]:
 
 
 def set_generator_states(loader: Any, saved: Mapping[str, Any]) -> None:
-    """Restore `generator_states`; attributes that were empty become None. Raises CorruptError."""
+    """Restore the result of `generator_states`. A stored None removes the generator.
+
+    Raises CorruptError for a state that does not fit.
+    """
     for key, (part, name, generator) in loader_generators(loader).items():
         if key not in saved:
             continue

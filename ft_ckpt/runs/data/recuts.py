@@ -1,4 +1,7 @@
-"""Where a pass continues that the saved run cut otherwise: for other ranks, or other batches."""
+"""Computes where a pass continues if the number of ranks or the batch size has changed.
+
+See `cuts` for the source of a loader and for the example of a cut.
+"""
 
 from dataclasses import dataclass
 
@@ -9,19 +12,27 @@ from ft_ckpt.runs.data.cuts import DataCut
 
 @dataclass(frozen=True)
 class Continuation:
-    """Where a pass continues after the items that all ranks had consumed together."""
+    """Where a pass continues after the items that all ranks had consumed together.
 
-    batch: int  # batches of the new cut that count as consumed
-    offset: int  # items of the source before the first batch of the new cut
-    repeated: int  # consumed items that are given again
+    Attributes:
+        batch: How many batches of the new cut count as consumed.
+        offset: How many items of the source come before the first batch of the new cut.
+        repeated: How many consumed items are yielded again.
+        text: The end of a sentence about all this.
+    """
+
+    batch: int
+    offset: int
+    repeated: int
     text: str
 
 
 def continue_after(consumed: int, cut: DataCut, *, by_index: bool) -> Continuation:
-    """Continue with `cut` after `consumed` items of the source.
+    """Return where to continue with `cut` after `consumed` items of the source.
 
-    Items that a sampler yields by their index are skipped one by one, those of a stream by whole
-    batches.
+    With `by_index`, items are skipped one by one, so new batches can begin in the middle of a batch
+    of this cut. A stream is skipped by whole batches. For example, 40 items are consumed and a step
+    takes 32: by index the first new batch begins at item 40, and in a stream at item 32.
     """
     if by_index and consumed % cut.per_step:
         batch = 0
@@ -38,7 +49,10 @@ def continue_after(consumed: int, cut: DataCut, *, by_index: bool) -> Continuati
 
 
 def sharing_problems(was: DataCut, now: DataCut) -> list[str]:
-    """Tell, in at most one sentence, why another number of ranks may skip or repeat samples."""
+    """Return why samples may be left out or repeated on another number of ranks.
+
+    The list has at most one sentence. It is empty if both cuts divide the same order.
+    """
     if None in (was.sharing, now.sharing):
         problem = (
             "how ranks share the data is not known: where they do not take it in turn, some "
@@ -53,7 +67,7 @@ def sharing_problems(was: DataCut, now: DataCut) -> list[str]:
 
 
 def report_difference(problem: str, on_difference: str) -> None:
-    """Raise LoadError for "raise", warn for "warn", do nothing for "ignore"."""
+    """Raise LoadError if `on_difference` is "raise", and warn if it is "warn"."""
     if on_difference == "raise":
         raise LoadError(problem)
     if on_difference == "warn":

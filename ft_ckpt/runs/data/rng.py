@@ -1,10 +1,12 @@
-"""The state of random number generators: the global ones and those of data loaders.
+"""Captures and restores random number generators: the global ones and those of data loaders.
 
-Global are Python's `random`, NumPy's legacy generator, torch's CPU generator and the accelerator's.
-With several ranks each process has the generator of its current device; a process alone has those
-of all its devices. Reading an accelerator's state copies a few bytes of host memory (seed and
-offset on CUDA): no kernel, no wait. A device that this process has not used yet is not initialized;
-it has no state beyond the seed. Nothing is pickled.
+The global generators are Python's `random`, NumPy's legacy generator, torch's CPU generator and
+those of accelerators. With several ranks, a process has the generator of its current device. A
+single process has the generators of all its devices.
+
+To read the state of an accelerator, a few bytes of host memory are copied (on CUDA seed and
+offset). No kernel runs, and the call does not wait. A device that this process has not used yet is
+left uninitialized, because it has no state beyond the seed. Nothing is pickled.
 """
 
 import random
@@ -25,10 +27,11 @@ _GLOBAL: dict[str, tuple[str, Any]] = {
     "numpy": ("numpy legacy", np.random.mtrand._rand),
     "torch": ("torch", torch.default_generator),
 }
-_NUMPY_WORDS = 624  # of the Mersenne Twister; NumPy reads out of bounds from a larger position
-# supported by `state_of`
+# words in the state of the Mersenne Twister; NumPy reads out of bounds from a larger position
+_NUMPY_WORDS = 624
+# classes of the generators whose state `state_of` reads
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# raised by setters
+# errors that generators raise for a state that does not fit
 _REFUSALS = (
     AttributeError,
     IndexError,
@@ -41,10 +44,10 @@ _REFUSALS = (
 
 
 def capture_generators() -> GeneratorStates:
-    """Capture the state of all generators, in about 5 KB per generator.
+    """Capture the state of all global generators, in about 5 KB per generator.
 
-    The keys are "python", "numpy", "torch", and the accelerator's type ("cuda") if the process has
-    one. The states are plain values, numpy arrays and CPU tensors.
+    The keys are "python", "numpy", "torch", and the type of the accelerator ("cuda") if the process
+    uses one. The values are plain values, numpy arrays and CPU tensors.
     """
     state: GeneratorStates = {
         name: _current_state(generator) for name, (_, generator) in _GLOBAL.items()
@@ -55,11 +58,11 @@ def capture_generators() -> GeneratorStates:
 
 
 def restore_generators(state: Mapping[str, Any]) -> list[str]:
-    """Set all generators to `state`, made by `capture_generators`.
+    """Set all global generators to `state`, a result of `capture_generators`.
 
-    Return a sentence for each that failed. A generator that fails keeps its state, and the others
-    are restored. Accelerators that are only in the state, or only in use in this process, are named
-    too.
+    Returns a sentence for each problem. A generator that refuses its state keeps its own, and the
+    others are restored. An accelerator that is only in `state`, or only in use in this process, is
+    a problem too.
     """
     problems = []
     for name, (kind, generator) in _GLOBAL.items():
@@ -74,14 +77,15 @@ def restore_generators(state: Mapping[str, Any]) -> list[str]:
 
 
 def _unknown_devices(state: Mapping[str, Any], devices: Collection[str]) -> list[str]:
+    """Return a sentence for each type of accelerator in `state` that is not in `devices`."""
     unknown = [kind for kind in state if kind not in _GLOBAL and kind not in devices]
     return [f"{kind}: saved from a device this process has none of" for kind in unknown]
 
 
 def generator_problems(state: Any) -> list[str]:
-    """Try the saved states on new generators and name those that cannot be restored.
+    """Return a sentence for each stored state that cannot be restored.
 
-    States of accelerators are not tried.
+    The states are tried on new generators. States of accelerators are not tried.
     """
     if not isinstance(state, Mapping):
         return [f"{short_repr(state)}, expected the states of generators"]
@@ -92,7 +96,10 @@ def generator_problems(state: Any) -> list[str]:
 
 
 def state_of(generator: Any) -> GeneratorStates | None:
-    """Return the state of a generator of torch, NumPy or Python; None for any other object."""
+    """Return the state of a generator of torch, NumPy or Python; None for any other object.
+
+    The result has "kind" and "state", and the "device" of a torch generator.
+    """
     if isinstance(generator, torch.Generator):
         return {"kind": "torch", "device": str(generator.device), "state": generator.get_state()}
     if isinstance(generator, np.random.Generator):
@@ -111,16 +118,17 @@ def _current_state(generator: Any) -> Any:
 
 
 def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
-    """Set `generator` to `state`, made by `state_of`, and return it.
+    """Return a generator with `state`, which is a result of `state_of`.
 
-    If `generator` is None or of another kind, a new generator is returned. Raises CorruptError for
-    an invalid state.
+    It is `generator` itself if this is of the same kind, else a new generator. Raises CorruptError
+    for an invalid state.
     """
     try:
-        kind, inner = state["kind"], state["state"]
-        if generator is None or (state_of(generator) or {}).get("kind") != kind:
+        kind = state["kind"]
+        current = None if generator is None else state_of(generator)
+        if current is None or current["kind"] != kind:
             generator = _MAKERS[kind](state)
-        _put_state(kind, generator, inner)
+        _put_state(kind, generator, state["state"])
     except _REFUSALS as error:
         raise CorruptError(
             f"a random number generator: the saved state does not fit: {error}"
@@ -140,10 +148,11 @@ def _put_state(kind: str, generator: Any, state: Any) -> None:
 
 
 def _put_or_keep(kind: str, generator: Any, state: Any) -> None:
+    """Set the generator to `state`; if that fails, set it to its current state and raise."""
     before = _current_state(generator)
     try:
         _put_state(kind, generator, state)
-    except _REFUSALS:  # setters set a part of the state before they check the rest
+    except _REFUSALS:  # the generator may have set a part of the state before it checked the rest
         _put_state(kind, generator, before)
         raise
 
@@ -153,6 +162,7 @@ def _put_on_new(kind: str, state: Any) -> None:
 
 
 def _try_put(name: str, put: Callable[[Any], str | None], state: Mapping[str, Any]) -> list[str]:
+    """Call `put` with the stored state `name`, and return its problem or error as a sentence."""
     if name not in state:
         return [f"{name}: not in the saved state"]
     try:
@@ -169,7 +179,7 @@ def python_state(state: tuple[Any, ...]) -> GeneratorStates:
 
 
 def plain_states(python: tuple[Any, ...], numpy: tuple[Any, ...], cpu: Any) -> GeneratorStates:
-    """Convert states as Python, NumPy and torch return them to one for `restore_generators`."""
+    """Convert the states that Python, NumPy and torch return, for `restore_generators`."""
     _kind, words, position, has_gauss, gauss = numpy
     legacy = {
         "bit_generator": "MT19937",
@@ -208,7 +218,9 @@ def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put_devices(kind: str, indices: list[tuple[int, ...]], states: Any) -> str | None:
-    if isinstance(states, Mapping):  # by device number, if the saving process saw all devices
+    """Set the generators of devices, and return a problem or None."""
+    # A process that saw the devices of all ranks has stored a mapping by device number.
+    if isinstance(states, Mapping):
         current = torch.accelerator.current_device_index()
         numbers = [str(*index or (current,)) for index in indices]
         states = [states[number] for number in numbers if number in states]
@@ -223,14 +235,15 @@ def _put_devices(kind: str, indices: list[tuple[int, ...]], states: Any) -> str 
 
 
 def _byte_tensor(state: Any) -> torch.Tensor:
-    # A plain copy: generators take neither lazily read nor mapped tensors.
+    # A copy, because generators refuse tensors that are mapped or read lazily.
     return torch.as_tensor(state, dtype=torch.uint8, device="cpu").clone()
 
 
 def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
-    """Return the arguments that name this process's devices to their module.
+    """Return how to name the devices of this process in a call such as `get_rng_state(*index)`.
 
-    With `wake`, an unused device is named as well.
+    For example {"cuda": [()]} is the current device, and {"cuda": [(0,), (1,)]} are two devices. A
+    device that was not used yet is left out, unless `wake`: setting its state then initializes it.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
@@ -247,7 +260,7 @@ def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
     return {device.type: [()]}
 
 
-# A stored state names its kind; only these kinds are created.
+# A stored state names its kind of generator. No other kinds than these are created.
 _BITS = {
     kind.__name__: kind
     for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)

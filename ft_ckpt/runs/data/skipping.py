@@ -1,4 +1,4 @@
-"""A sampler that skips samples unread, and a digest of the order of those that are taken."""
+"""A sampler that skips samples without reading them, and a digest of the order of samples."""
 
 import operator
 from collections import deque
@@ -19,10 +19,10 @@ class RestorableRandomState(Protocol):
 
 
 class SampleOrder:
-    """A digest of the items of the outermost sampler that the run has consumed in a pass.
+    """A digest of the items that the run has consumed in a pass, in their order.
 
-    Loaders prefetch: items are noted when the sampler yields them, and digested when the run takes
-    them.
+    The items are those of the outermost sampler. Because loaders prefetch, an item is queued when
+    the sampler yields it, and goes into the digest when the run takes its batch.
     """
 
     def __init__(self) -> None:
@@ -30,39 +30,39 @@ class SampleOrder:
         self._forget_items()
 
     def follow(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield the items of a new pass, and note each when it is requested."""
+        """Yield the items of a new pass, and queue each when it is requested."""
         self._is_known = True
         self._forget_items()
         for item in items:
             if self._is_known:
                 try:
-                    self._ahead.append(repr(_plain_item(item)).encode())
+                    self._queued.append(repr(_plain_item(item)).encode())
                 except TypeError:
                     self._is_known = False
             yield item
 
     def take(self, count: int) -> None:
-        """Digest `count` more items, or all noted ones if there are fewer."""
-        for _ in range(min(count, len(self._ahead))):
-            self._taken.update(self._ahead.popleft())
+        """Add the next `count` items to the digest, or all queued ones if there are fewer."""
+        for _ in range(min(count, len(self._queued))):
+            self._taken.update(self._queued.popleft())
 
     @property
     def digest(self) -> str | None:
-        """Return the digest of all taken items.
+        """The digest of all taken items as hexadecimal text.
 
-        The digest is None if items are not plain values, or no sampler was followed.
+        It is None if an item is not a number, a text or a list of them, and before `follow`.
         """
         return self._taken.hexdigest() if self._is_known else None
 
     def _forget_items(self) -> None:
-        self._ahead: deque[bytes] = deque()
+        self._queued: deque[bytes] = deque()
         self._taken = blake2b(digest_size=8)
 
 
 def _plain_item(item: Any) -> Any:
-    """Convert the item to nested plain values.
+    """Convert the item to integers, strings and lists of them.
 
-    Raises TypeError for values other than numbers and strings.
+    Raises TypeError for any other value.
     """
     if isinstance(item, str):
         return item
@@ -72,9 +72,10 @@ def _plain_item(item: Any) -> Any:
 
 
 class SkippingSampler:
-    """A sampler that skips items in its first iteration and is `plain` in everything else.
+    """A sampler that skips items in its first iteration, and otherwise acts as the sampler `plain`.
 
-    `random_state` is the random state from which to iterate `plain`; None is the current state.
+    The first iteration yields `keep` items, skips `drop` items and yields the rest. `plain` begins
+    in `random_state`, or in the current state if that is None.
     """
 
     def __init__(
@@ -93,8 +94,9 @@ class SkippingSampler:
         self._is_new = True
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, as the loader does: some samplers draw here, others at the first item. Loaders
-        # with workers make two iterators and use the second.
+        # Begin to iterate `plain` now and not at the first item, as the loader would: some samplers
+        # draw random numbers here. Loaders with workers make two iterators and use the second one,
+        # so `_is_new` stays True until items are requested.
         if self._random_state is None or not self._is_new:
             return self._remaining_items(iter(self.plain), None)
         self._random_state.put_back()
@@ -104,7 +106,8 @@ class SkippingSampler:
     def _remaining_items(
         self, items: Iterator[Any], random_state: RestorableRandomState | None
     ) -> Iterator[Any]:
-        items = items if self._order is None else self._order.follow(items)
+        if self._order is not None:
+            items = self._order.follow(items)
         if self._is_new:
             self._is_new = False
             if random_state is not None:
@@ -118,10 +121,11 @@ class SkippingSampler:
         return len(self.plain)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "plain":  # absent while this object is being copied
+        if name == "plain":  # it does not exist yet while this object is being copied
             raise AttributeError(name)
         return getattr(self.plain, name)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # an isinstance check for batch samplers means the plain one
+    def __class__(self) -> type:
+        # so that isinstance checks for batch samplers see the plain sampler
         return type(self.plain)

@@ -1,8 +1,8 @@
 """The training state in a checkpoint: a JSON document and entries of tensors.
 
-Nothing here opens or commits a checkpoint. Begin at `document`, the form that is stored. `capture`
-makes it of a live run, `stored_tensors` reads it, `outcomes` has the result for each item of a
-resume.
+Nothing here opens or commits a checkpoint. Begin at `document`, which checks the stored document.
+`capture` makes the document and the entries of a live run. `stored_tensors` reads tensors and
+trees. `outcomes` has the result for each item of a resume.
 """
 
 import lazy_loader

@@ -11,7 +11,7 @@ from .document import (
 )
 from .exchange import (
     LocalState as LocalState,
-    exchange_facts as exchange_facts,
+    exchange_descriptions as exchange_descriptions,
     local_state as local_state,
 )
 from .fingerprint import (

@@ -1,7 +1,8 @@
-"""The captured state of a run: entries and a document, ready to be stored.
+"""Captures the state of a run for a save: tensors as entries, all else as one JSON document.
 
-All tensors become entries of one more part of the checkpoint and are written like weights; the rest
-is one JSON document.
+An entry is one tensor to be stored: its name, its dtype in the file, and its source, which says
+which elements of it this rank holds. A part is a folder of the checkpoint. The entries of the state
+form a part of their own, and are written like weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +29,14 @@ from ft_ckpt.runs.items import (
     walk_run,
 )
 from ft_ckpt.runs.state.document import DOCUMENT_VERSION, FILE, FOLDER, Document
-from ft_ckpt.runs.state.exchange import LocalState, exchange_facts, local_state
+from ft_ckpt.runs.state.exchange import LocalState, exchange_descriptions, local_state
 from ft_ckpt.runs.state.trees import source_of_leaf
 from ft_ckpt.saving.planning import StateToSave
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingState:
-    """The training state of all ranks, ready to be stored."""
+    """The training state of all ranks, ready to be stored. Only rank 0 has the whole document."""
 
     entries: tuple[Entry, ...]
     document: Document
@@ -43,12 +44,18 @@ class TrainingState:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """The captured tensors of a save: of the model and, for a run, of all models and the state."""
+    """What a save has captured.
+
+    Attributes:
+        tensors: The tensors of the model that is saved.
+        sources: The tensors of all models of the run; {} for a save of weights alone.
+        state: The training state; None for a save of weights alone, or after an error.
+        error: Why there is no state. It is raised on all ranks when the save is planned.
+    """
 
     tensors: ModelTensors
-    sources: Mapping[Key, Source] = field(default_factory=dict)  # of the models of a run
+    sources: Mapping[Key, Source] = field(default_factory=dict)
     state: TrainingState | None = None
-    # why there is no state; raised when the save is planned, on all ranks
     error: BaseException | None = None
 
     @property
@@ -56,7 +63,7 @@ class Captured:
         return {} if self.state is None else self.state.document
 
     def state_to_save(self) -> StateToSave:
-        """Return the state as a save stores it. Raises the error that prevented it."""
+        """Return the state as a save stores it. Raises `error` if there is one."""
         if self.error is not None:
             raise self.error
         assert self.state is not None, "without an error there is a state"
@@ -74,18 +81,19 @@ def capture_run(
 ) -> Captured:
     """Capture the state of a run, without copying tensors.
 
-    Collective: call it on every rank. `objects` returns the model that is saved, the items with a
-    state, and this rank's own trees. Raises SelectionError naming state that cannot be saved,
-    RanksDisagreeError naming objects that differ. A later error of one rank is returned in the
-    result.
+    Collective: call it on every rank. `objects` returns three values: the model that is saved, the
+    items with a state, and the trees that this rank stores for itself.
+
+    Raises SelectionError naming state that cannot be saved, and RanksDisagreeError naming objects
+    that differ between ranks. If this rank fails after that, `error` of the result has the error.
     """
     walked, error = try_action(partial(_walk_objects, objects, digest=ranks.size > 1))
     if walked is None:
         ranks.agree("save_state()", error=error)
     assert walked is not None, "the agreement has raised the error"
     items, models, sources, local = walked
-    facts, trees = exchange_facts(local, items, ranks, sources)
-    assemble = partial(assemble_state, local, facts, trees, items, sources, ranks.rank)
+    descriptions, trees = exchange_descriptions(local, items, ranks, sources)
+    assemble = partial(assemble_state, local, descriptions, trees, items, sources, ranks.rank)
     state, error = try_action(assemble)
     if state is not None:
         state.document[FLAGS] = gradient_flags(sources)
@@ -102,42 +110,49 @@ def _walk_objects(
 
 def assemble_state(
     local: LocalState,
-    facts: Document,
+    descriptions: Document,
     trees: Sequence[Document],
     items: Sequence[Item],
     sources: Mapping[Key, Source],
     rank: int,
 ) -> TrainingState:
-    """Combine the facts that all ranks exchanged into the state of the run.
+    """Make the state of the run from what the ranks have exchanged.
 
-    All ranks have the same entries. Only rank 0 has the document.
+    `descriptions` and `trees` are the results of `exchange_descriptions`. All ranks get the same
+    entries. Only rank 0 gets a whole document.
     """
     entries: list[Entry] = []
     stored_items: Document = {}
     for item in items:
-        fact = facts[item.name]
-        entries += _item_entries(item, local, fact, sources, rank)
-        stored_items[item.name] = _summarize_tree(fact) if item.kind == "object" else fact
+        description = descriptions[item.name]
+        entries += _item_entries(item, local, description, sources, rank)
+        if item.kind == "object":
+            description = _stored_tree(description)
+        stored_items[item.name] = description
     stored_trees = []
     for owner, rank_trees in enumerate(trees):
-        for name, fact in rank_trees.items():
-            for index, leaf in enumerate(fact["leaves"]):
+        for name, tree in rank_trees.items():
+            for index, leaf in enumerate(tree["leaves"]):
                 tensor = local.leaves[name][index] if owner == rank else None
                 source = _leaf_source(f"rank-{owner}/{name}/{index}", leaf, tensor, owner)
                 entries.append(_entry_of(source))
-        stored_trees.append({name: _summarize_tree(fact) for name, fact in rank_trees.items()})
+        stored_trees.append({name: _stored_tree(tree) for name, tree in rank_trees.items()})
     document = {"version": DOCUMENT_VERSION, "items": stored_items, "ranks": stored_trees}
     return TrainingState(tuple(entries), document)
 
 
 def state_part(state: TrainingState, parts: Sequence[Part], sources: Mapping[str, Source]) -> Part:
-    """Return the part with `state`, and exact copies of tensors that other `parts` convert or omit.
+    """Return the part of the checkpoint that holds the training state.
+
+    It has the entries of `state`. It also has an exact copy of each tensor of the model (`sources`)
+    that the other `parts` store in another dtype or not at all. The document gets "weights": where
+    the exact values of each tensor are, as [folder of the part, name].
 
     The frozen parameters of an adapter's base are not copied, because they do not belong to the
-    run. Frozen parameters of the adapter itself are copied: PEFT omits them or stores them in
-    another form, and another process may initialize them differently.
+    run. Frozen parameters of the adapter itself are copied, because PEFT omits them or stores them
+    in another form, and another process may initialize them differently.
     """
-    exact: dict[int, list[str]] = {}  # part and name, by tensor
+    exact: dict[int, list[str]] = {}  # where the exact values of a tensor are, by its key
     frozen_bases: set[int] = set()
     for part in parts:
         for entry in part.entries:
@@ -150,7 +165,7 @@ def state_part(state: TrainingState, parts: Sequence[Part], sources: Mapping[str
     weights: dict[str, list[str]] = {}
     for name, source in sources.items():
         if source.is_added:
-            continue  # stored with the extra state
+            continue  # it is stored with the extra state of its module
         if source.key in exact:
             weights[name] = exact[source.key]
         elif source.key not in frozen_bases or source.trainable:
@@ -161,21 +176,25 @@ def state_part(state: TrainingState, parts: Sequence[Part], sources: Mapping[str
 
 
 def _item_entries(
-    item: Item, local: LocalState, fact: Document, sources: Mapping[Key, Source], rank: int
+    item: Item, local: LocalState, description: Document, sources: Mapping[Key, Source], rank: int
 ) -> list[Entry]:
-    """Return the entries of an item's tensors that are stored once for all ranks."""
+    """Return the entries of those tensors of an item that are stored once for all ranks."""
     if item.kind == "optimizer":
         optimizer = optimizer_of(item)
         labels = labelled_sources(sources)
-        tensors = optimizer.kind.state_tensors(optimizer.optimizer, fact["optimizer"], labels)
+        tensors = optimizer.kind.state_tensors(
+            optimizer.optimizer, description["optimizer"], labels
+        )
         return _prefixed_entries(item.name, tensors)
     if item.kind == "model":
         model_tensors = model_sources(sources, item.name)
         first_names = [names[0] for names in tied_names(model_tensors)]
         return _prefixed_entries(item.name, {name: model_tensors[name] for name in first_names})
     entries = []
-    for index, leaf in enumerate(fact["leaves"]):
-        tensor = local.leaves[item.name][index] if leaf["cut"] or rank == 0 else None
+    for index, leaf in enumerate(description["leaves"]):
+        # Every rank stores its elements of a sharded tensor. Rank 0 stores other tensors.
+        has_elements = leaf["cut"] or rank == 0
+        tensor = local.leaves[item.name][index] if has_elements else None
         name = f"{item.name}/{index}"
         if tensor is not None and is_distributed(tensor):
             entries.append(_entry_of(source_of_leaf(name, tensor)))
@@ -184,14 +203,15 @@ def _item_entries(
     return entries
 
 
-def _summarize_tree(fact: Document) -> Document:
-    return {"tree": fact.get("tree"), "tensors": len(fact["leaves"])}
+def _stored_tree(description: Document) -> Document:
+    """Return what the document stores of a described tree: its nodes, and how many tensors."""
+    return {"tree": description.get("tree"), "tensors": len(description["leaves"])}
 
 
 def _leaf_source(name: str, leaf: Document, tensor: Tensor | None, owner: int) -> Source:
-    """Return the source of a tensor in a tree, stored by the rank `owner`.
+    """Return the source of a tensor in a tree that the rank `owner` stores.
 
-    `tensor` is this rank's, or None.
+    `leaf` describes it. `tensor` is the tensor on this rank, or None on the other ranks.
     """
     shape = tuple(leaf["shape"])
     sharding = OwnedSharding(shape, owner)

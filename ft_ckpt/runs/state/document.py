@@ -1,4 +1,8 @@
-"""The JSON document of a training state: its fields, and the checks of one that is read."""
+"""Reads the JSON document of a training state, and checks its fields.
+
+The document has what is not a tensor: counters, settings, trees, and which tensors belong where. It
+refers to tensors in the part "state" of the checkpoint by their names.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +22,13 @@ from ft_ckpt.schedule import begin_history
 from ft_ckpt.schema import Count, as_record
 from ft_ckpt.storage import Store
 
-FOLDER, FILE = "state", "training"
+FOLDER = "state"
+FILE = "training"
 DOCUMENT_VERSION = 1
 Document = dict[str, Any]
 
 _MASTER = "master"
-# what reading a value of the document raises if the value is invalid
+# errors that reading an invalid value of the document raises
 _INVALID = (
     CheckpointError,
     ArithmeticError,
@@ -33,14 +38,14 @@ _INVALID = (
     TypeError,
     ValueError,
 )
-# shape and dtype of a tensor; None: not checked
+# The shape and the dtype that a tensor must have. None is not checked.
 _StoredSpec = tuple[tuple[int, ...] | None, str | None]
 _ANY_SPEC: _StoredSpec = (None, None)
 
 
 @dataclass(frozen=True)
 class _Progress:
-    """Where the run was."""
+    """The counters of the run when it was saved."""
 
     step: Count
     epoch: Count
@@ -50,7 +55,21 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Fields:
-    """The fields of the document. Earlier versions lack those with a default."""
+    """The fields of the document. Documents of earlier versions lack those with a default.
+
+    Attributes:
+        weights: Where the exact values of each tensor of the model are: [folder, name].
+        items: The state of each item by its name.
+        ranks: The trees that each rank stored for itself, in rank order.
+        keep: The setting `keep` of the run.
+        ancestors: The ids of the runs that this one branched off.
+        apart: Tensors that differed between ranks, as ft_ckpt 0.3 and earlier wrote them.
+        differing: The names of tensors that differed between ranks.
+        let_go: The names of items that a resume of this run left unrestored.
+        watched: The digests of models that had not changed.
+        unsaved: The names of changing state that is not in the checkpoint.
+        published: The version that was published last.
+    """
 
     version: int
     weights: Mapping[str, tuple[str, ...]]
@@ -64,21 +83,20 @@ class _Fields:
     ancestors: tuple[str, ...] = ()
     signatures: Mapping[str, str] = field(default_factory=dict)
     requires_grad: Mapping[str, tuple[str, ...]] | None = None
-    # of 0.3 and earlier
     apart: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     let_go: tuple[str, ...] = ()
-    # digests of models that had not changed
     watched: Mapping[str, str] = field(default_factory=dict)
-    unsaved: tuple[str, ...] = ()  # names of moving state that is not in the checkpoint
+    unsaved: tuple[str, ...] = ()
     published: str | None = None
 
 
 def read_document(store: Store, manifest: Manifest) -> Document:
-    """Read the document of the training state in `store`: the fields of this version.
+    """Read the document of the training state in `store`.
 
-    Raises CorruptError when it cannot be read, naming every value that is of another type or out of
-    range, and every tensor of the state that it does not refer to.
+    Fields that this version does not know are dropped. Raises CorruptError if the document cannot
+    be read. The error names every invalid value, and every tensor of the state that the document
+    does not refer to.
     """
     file = store.where(STATE_DOCUMENT)
     with damaged_input(f"{file}; resume from another checkpoint"):
@@ -98,9 +116,9 @@ def read_document(store: Store, manifest: Manifest) -> Document:
 
 
 def entries_of_rank(document: Document, rank: int) -> Document:
-    """Return the document's entries of this rank alone.
+    """Return the trees that this rank stored for itself, by name.
 
-    A rank that the saved run did not have gets no entries.
+    The result is {} for a rank that the saved run did not have.
     """
     ranks: list[Document] = document["ranks"]
     return ranks[rank] if rank < len(ranks) else {}
@@ -137,6 +155,7 @@ def _problems(record: _Fields, manifest: Manifest) -> Iterator[str]:
 
 
 def _problem_of(where: str, check: Callable[..., object], *arguments: Any) -> Iterator[str]:
+    """Yield the error of `check(*arguments)` as text, if it raises one."""
     try:
         check(*arguments)
     except _INVALID as error:
@@ -151,13 +170,14 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Beside:
-    """State of an optimizer that belongs to no parameter."""
+    """State of an optimizer that belongs to no parameter, packed by `values.pack`."""
 
     device: str
     text: str
 
 
-_Entries = Mapping[str, Mapping[str, Mapping[str, Any]]]  # by parameter and key
+# the entries of an optimizer's state by the names of parameters, then by the keys of their state
+_Entries = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -173,9 +193,9 @@ class _Optimizer:
 
 
 def _check_optimizer(description: Any, rank_count: int) -> None:
-    """Raise one of _INVALID for an invalid description."""
+    """Raise one of _INVALID for an invalid description of an optimizer."""
     optimizer = as_record(description, _Optimizer)
-    as_record(description["class"], str)  # no name of a field
+    as_record(description["class"], str)  # not in _Optimizer, because "class" names no Python field
     for group in optimizer.groups:
         for setting in group.values.values():
             decode_setting(setting, "cpu")
@@ -201,8 +221,9 @@ def _check_entry(key: str, entry: Document, rank_count: int) -> None:
         dtype_of(leaf["dtype"])
         checked_sizes(leaf["shape"])
         rank = str(leaf.get("rank", 0))
-        is_placed = type(leaf["host"]) is bool and rank.isdecimal() and int(rank) < rank_count
-        if not is_placed or not is_dense(leaf["shape"], leaf.get("stride")):
+        has_rank = rank.isdecimal() and int(rank) < rank_count
+        has_device = type(leaf["host"]) is bool
+        if not (has_rank and has_device and is_dense(leaf["shape"], leaf.get("stride"))):
             raise CorruptError(f"{label}: {leaf}")
     if "tree" in entry:
         numbers = {*leaf_numbers(decode_node(entry["tree"]))}
@@ -213,7 +234,7 @@ def _check_entry(key: str, entry: Document, rank_count: int) -> None:
 
 
 def _check_tensors(record: _Fields, manifest: Manifest) -> None:
-    """Raise CorruptError unless the references and the tensors match one to one."""
+    """Raise CorruptError unless each reference has its tensor, and each tensor a reference."""
     specs: dict[tuple[str, ...], tuple[tuple[int, ...], str]] = {}
     for part in manifest.parts:
         for tensor in part.tensors:
@@ -234,14 +255,19 @@ def _check_tensors(record: _Fields, manifest: Manifest) -> None:
             problems.append(f"{name}: {spec[1]} {list(spec[0])}, {expected}")
     models = [name for name, entry in record.items.items() if entry.get("model") is True]
     prefixes_of_models = tuple(f"{name}/" for name in models)
-    further = [name for name in stored if not name.startswith(prefixes_of_models)]
-    problems += [f"{name}: nothing refers to it" for name in further if name not in references]
+    # The tensors of further models need no reference: a resume finds them by their prefix.
+    for name in stored:
+        if name not in references and not name.startswith(prefixes_of_models):
+            problems.append(f"{name}: nothing refers to it")
     if problems:
         raise CorruptError(listing(problems))
 
 
 def _references(record: _Fields) -> Iterator[tuple[str, _StoredSpec]]:
-    """Yield the tensors that the document refers to, by name, without those of models."""
+    """Yield the name of each tensor that the document refers to, and its expected spec.
+
+    Tensors of further models are left out, because the document does not list them.
+    """
     for path in record.weights.values():
         if path[:1] == (FOLDER,):
             yield path[-1], _ANY_SPEC
@@ -270,7 +296,7 @@ def _references_of_optimizer(
 
 
 def _references_of_tree(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, _StoredSpec]]:
-    """Yield the tensors of a stored tree.
+    """Yield the tensors of a stored tree. Their numbers must be 0, 1, 2, ...
 
     Raises CorruptError if the tree cannot be decoded or the number of tensors is wrong.
     """

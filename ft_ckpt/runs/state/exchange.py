@@ -1,7 +1,11 @@
-"""The facts of a rank's training state, and their exchange between ranks.
+"""Describes the training state of each rank, and exchanges the descriptions between ranks.
 
-State that is equal on all ranks (optimizer moments, schedulers) is stored once, state of each rank
-(random numbers, data position, an object that differs) once per rank.
+A description is a JSON object without tensors: the shapes and dtypes of the tensors, and the
+numbers around them. A tree is the nested state of an object; its leaves are the tensors in it.
+
+State that is equal on all ranks is stored once, for example optimizer moments and schedulers. State
+of one rank is stored once per rank: random numbers, the position in the data, and objects that
+differ between ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,11 +33,17 @@ from ft_ckpt.runs.state.trees import flatten_tree
 
 @dataclass(frozen=True, eq=False)
 class LocalState:
-    """This rank's state: facts that all ranks need to lay out files, and the tensors."""
+    """This rank's state: descriptions, from which all ranks lay out the files, and the tensors.
 
-    items: Document  # facts by item
-    trees: Document  # facts of the trees that each rank stores for itself, by name
-    leaves: Mapping[str, Sequence[Tensor]]  # by item or tree
+    Attributes:
+        items: The description of each item, by its name.
+        trees: The description of each tree that this rank stores for itself, by its name.
+        leaves: The tensors of each item or tree, by its name.
+    """
+
+    items: Document
+    trees: Document
+    leaves: Mapping[str, Sequence[Tensor]]
 
 
 def local_state(
@@ -42,43 +52,52 @@ def local_state(
     rank_trees: Mapping[str, Any],
     digest: bool = True,
 ) -> LocalState:
-    """Return this rank's part of the state, without copying tensors.
+    """Describe the state on this rank, without copying tensors.
 
-    `rank_trees` are trees that each rank stores for itself. With `digest`, digests are added by
-    which ranks compare their objects. Raises SelectionError naming state that cannot be saved.
+    `rank_trees` are trees that each rank stores for itself. With `digest` the descriptions of
+    objects get a digest, by which ranks compare them. Raises SelectionError naming state that
+    cannot be saved.
     """
-    facts: Document = {}
+    descriptions: Document = {}
     trees: Document = {}
     leaves: dict[str, Sequence[Tensor]] = {}
     for item in items:
         if item.kind == "model":
-            facts[item.name] = {"model": True}
+            descriptions[item.name] = {"model": True}
         elif item.kind == "object":
             state = item.value.state_dict()
-            facts[item.name], leaves[item.name] = flatten_tree(state, item.name, digest)
+            description, tensors = flatten_tree(state, item.name, digest)
+            descriptions[item.name] = description
+            leaves[item.name] = tensors
     labels = labelled_sources(sources)
     for optimizer in optimizers_among(items):
         description = optimizer.kind.describe(optimizer.optimizer, labels)
-        facts[optimizer.name] = {"optimizer": description}
+        descriptions[optimizer.name] = {"optimizer": description}
     for name, tree in rank_trees.items():
         trees[name], leaves[name] = flatten_tree(tree, name, False)
-    return LocalState(facts, trees, leaves)
+    return LocalState(descriptions, trees, leaves)
 
 
-def exchange_facts(
+def exchange_descriptions(
     local: LocalState, items: Sequence[Item], ranks: Ranks, keys: Iterable[Key]
 ) -> tuple[Document, Sequence[Document]]:
-    """Exchange the facts of all ranks, which have all the tensors `keys`.
+    """Exchange the descriptions of all ranks.
 
-    Collective: call it on every rank. Returns facts by item (of an optimizer merged from all ranks,
-    of an object rank 0's) and each rank's own trees in rank order: the same on every rank, except
-    that only rank 0 has the trees. Digests go first; facts are sent only if ranks differ, as under
-    FSDP1, where a rank has no facts of parameters that it holds no part of. Of a rank's own trees,
-    rank 0 gets all, other ranks only shapes and dtypes.
+    Collective: call it on every rank. All ranks must have the tensors `keys` of the models.
+
+    Returns the description of each item, and the trees of each rank in rank order. The description
+    of an optimizer is merged from all ranks. That of another object is rank 0's; an object that
+    differs is also among the trees of the other ranks. The result is the same on every rank, except
+    that rank 0 alone gets whole trees: the other ranks get the shapes and dtypes of the tensors.
+
+    Ranks exchange digests first, and the descriptions only if the digests differ. They differ under
+    FSDP1, because a rank does not describe parameters of which it holds no element.
+
+    Raises RanksDisagreeError naming objects and tensors that some ranks lack.
     """
     if ranks.size == 1:
         return local.items, [local.trees]
-    digests = {name: _digest_of(facts) for name, facts in local.items.items()}
+    digests = {name: _digest_of(description) for name, description in local.items.items()}
     labels = [f"{item}: {name}" if item else name for item, name in keys]
     names_digest = _digest_of(labels)
     summary = {
@@ -94,20 +113,22 @@ def exchange_facts(
     differing = agreed.result["differing"]
     if not differing:
         return local.items, trees
-    facts = {name: local.items.get(name) for name in differing}
-    agreed = ranks.agree("the state of save_state()", facts, decide=_merge_facts)
-    # on rank 0; the others have the shapes alone
-    further = [_unlike_first(value, agreed.values[0]) for value in agreed.values]
-    further = further or values_of_runs(agreed.result["own"])
+    descriptions = {name: local.items.get(name) for name in differing}
+    agreed = ranks.agree("the state of save_state()", descriptions, decide=_merge_descriptions)
+    # Rank 0 gets the values of all ranks. The others get no values, and take the shapes from "own".
+    objects_of_ranks = [_unlike_first(value, agreed.values[0]) for value in agreed.values]
+    if not objects_of_ranks:
+        objects_of_ranks = values_of_runs(agreed.result["own"])
     all_trees = []
-    for rank_trees, differing_objects in zip(trees, further, strict=True):
+    for rank_trees, differing_objects in zip(trees, objects_of_ranks, strict=True):
         all_trees.append({**rank_trees, **differing_objects})
-    merged = {**local.items, **agreed.result["items"]}
+    items = {**local.items, **agreed.result["items"]}
     if ranks.is_main:
-        for name, fact in agreed.result["items"].items():
-            if "leaves" in fact:
-                merged[name] = local.items[name]
-    return merged, all_trees
+        # The result has the shapes of rank 0's objects. Rank 0 itself stores the whole description.
+        for name, description in agreed.result["items"].items():
+            if "leaves" in description:
+                items[name] = local.items[name]
+    return items, all_trees
 
 
 def _digest_of(value: Any) -> str:
@@ -115,6 +136,7 @@ def _digest_of(value: Any) -> str:
 
 
 def _compare_summaries(values: Values) -> Document:
+    """Return the names of the items whose descriptions differ, and the shapes of all own trees."""
     check_same_items([value["kinds"] for value in values])
     names: set[str] = set()
     for value in values:
@@ -131,19 +153,19 @@ def _compare_summaries(values: Values) -> Document:
     }
 
 
-def _merge_facts(values: Values) -> Document:
-    """Merge the facts of items that differ between ranks.
+def _merge_descriptions(values: Values) -> Document:
+    """Merge the descriptions of items that differ between ranks.
 
-    Descriptions of optimizers are merged. Other objects have rank 0's facts, and the shapes of the
-    other ranks.
+    Returns under "items" the merged descriptions of optimizers, and for other objects the shapes of
+    rank 0's tensors. Returns under "own" the shapes of the objects that differ from rank 0's.
     """
     items: Document = {}
-    for name, fact in values[0].items():
-        if "optimizer" in fact:
+    for name, description in values[0].items():
+        if "optimizer" in description:
             descriptions = [value[name]["optimizer"] for value in values]
             items[name] = {"optimizer": merge_descriptions(descriptions)}
-        elif "leaves" in fact:
-            items[name] = {"leaves": fact["leaves"]}
+        elif "leaves" in description:
+            items[name] = {"leaves": description["leaves"]}
     return {
         "items": items,
         "own": _shapes_of_trees(_unlike_first(value, values[0]) for value in values),
@@ -151,21 +173,23 @@ def _merge_facts(values: Values) -> Document:
 
 
 def _shapes_of_trees(trees_of_ranks: Iterable[Document]) -> Document:
-    """Return shapes and dtypes of each rank's own tensors, for `values_of_runs`."""
-    return runs_of([_shapes_of(trees) for trees in trees_of_ranks])
+    """Return the shapes and dtypes in the trees of each rank, as `values_of_runs` reads them.
+
+    Consecutive ranks with the same shapes take one entry.
+    """
+    shapes = []
+    for trees in trees_of_ranks:
+        shapes.append({name: {"leaves": tree["leaves"]} for name, tree in trees.items()})
+    return runs_of(shapes)
 
 
-def _shapes_of(trees: Document) -> Document:
-    return {name: {"leaves": fact["leaves"]} for name, fact in trees.items()}
-
-
-def _unlike_first(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Document:
-    """Return the objects of a rank that differ from rank 0's."""
-    return {
-        name: fact
-        for name, fact in facts.items()
-        if "digest" in fact and fact["digest"] != first[name]["digest"]
-    }
+def _unlike_first(descriptions: Mapping[str, Any], first: Mapping[str, Any]) -> Document:
+    """Return the descriptions of the objects of a rank that differ from those of rank 0."""
+    differing = {}
+    for name, description in descriptions.items():
+        if "digest" in description and description["digest"] != first[name]["digest"]:
+            differing[name] = description
+    return differing
 
 
 def check_same_items(kinds_of_ranks: Sequence[Mapping[str, str]]) -> None:
@@ -182,11 +206,11 @@ def check_same_items(kinds_of_ranks: Sequence[Mapping[str, str]]) -> None:
         for rank, kinds in enumerate(kinds_of_ranks):
             ranks_by_kind.setdefault(kinds.get(name), []).append(rank)
         if len(ranks_by_kind) > 1:
-            facts = [
+            kinds_in_words = [
                 f"{kind or 'absent'} on rank(s) {rank_numbers(ranks)}"
                 for kind, ranks in ranks_by_kind.items()
             ]
-            problems.append(f"{name}: {', '.join(facts)}")
+            problems.append(f"{name}: {', '.join(kinds_in_words)}")
     if problems:
         raise RanksDisagreeError(
             f"{listing(problems)}; register the same objects on every rank, not under `if "

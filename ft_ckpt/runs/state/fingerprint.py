@@ -21,13 +21,13 @@ def run_fingerprint(
     world_size: int,
     versions: Mapping[str, str],
 ) -> Document:
-    """Return the settings of a run as plain values by name; objects are compared by their class.
+    """Return the settings of a run as plain values by name. Of an object it has the class.
 
-    `sources` are the tensors of its models, `loaders` those that it has read so far, and `versions`
-    those of libraries, by name.
+    `sources` are the tensors of the run's models. `loaders` are the data loaders that it has read
+    so far. `versions` has the version of each library by name.
     """
-    by_tensor = {source.key: source for source in sources}
-    facts: Document = {
+    by_tensor = {source.key: source for source in sources}  # tied names count once
+    settings: Document = {
         "world size": world_size,
         "engine": engine_names(sources),
         "model": user_class(type(unwrap(model))).__name__,
@@ -36,19 +36,22 @@ def run_fingerprint(
         "mixed precision": getattr(accelerator, "mixed_precision", None),
     }
     for item in items:
-        facts[item.name] = type(_unwrap_accelerate(item.value)).__name__
+        settings[item.name] = type(_unwrap_accelerate(item.value)).__name__
     prepared = list(getattr(accelerator, "_dataloaders", ()))
     for index, loader in enumerate(prepared or loaders):
-        size = getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None)
-        facts[f"loader {index}: batch size"] = size
-        facts[f"loader {index}: samples"] = describe_data(loader)[1]
+        batch_size = getattr(loader, "total_batch_size", None)
+        if not batch_size:
+            batch_size = getattr(loader, "batch_size", None)
+        settings[f"loader {index}: batch size"] = batch_size
+        _, sample_count = describe_data(loader)
+        settings[f"loader {index}: samples"] = sample_count
     for name, version in versions.items():
-        facts[f"version of {name}"] = version
-    return {name: value for name, value in facts.items() if value is not None}
+        settings[f"version of {name}"] = version
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def fingerprint_differences(saved: Document, live: Document) -> list[str]:
-    """Write a sentence for each setting that both have and that differs."""
+    """Return a sentence for each setting that differs. A setting of one side alone is skipped."""
     return [
         f"{name}: {saved[name]!r} when it was saved, {live[name]!r} now"
         for name in saved
@@ -57,6 +60,7 @@ def fingerprint_differences(saved: Document, live: Document) -> list[str]:
 
 
 def _unwrap_accelerate(value: Any) -> Any:
+    """Return the optimizer or scheduler inside Accelerate's wrappers."""
     for attribute in ("optimizer", "scheduler"):
         if type(value).__module__.startswith("accelerate.") and hasattr(value, attribute):
             return _unwrap_accelerate(getattr(value, attribute))

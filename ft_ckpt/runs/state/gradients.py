@@ -1,4 +1,7 @@
-"""Pending gradients: what gradient accumulation has summed on this rank since the last step."""
+"""Finds, captures and restores pending gradients.
+
+A gradient is pending if it was accumulated on this rank and no optimizer step has used it yet.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -16,28 +19,32 @@ from ft_ckpt.ranks.wrappers import (
     unwrap,
 )
 
-_USED = "_ft_ckpt_taken"  # attribute of a gradient that a step has used: its version then
+# Attribute of a gradient that an optimizer step has used. Its value is the version of the gradient
+# at that step. Torch raises the version of a tensor at each write in place.
+_USED = "_ft_ckpt_taken"
 
 
 class StepWatch:
-    """Tracks pending gradients: a step post-hook marks the gradients that an optimizer has used.
+    """Tracks which gradients are pending.
 
-    Gradients made or changed since then are pending.
+    A post-hook of each optimizer step marks the gradients that the step has used. Gradients that
+    were made or changed after that are pending.
     """
 
     def __init__(self) -> None:
-        # by id of the optimizer, which is kept alive
+        # Optimizer and hook by the id of the optimizer. The reference keeps the optimizer alive, so
+        # that no other object gets its id.
         self._hooks: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
         self._has_stepped = False
-        self._counts: dict[int, int] = {}  # steps of each hooked optimizer, by its id
+        self._step_counts: dict[int, int] = {}  # by the id of the optimizer
 
     @property
     def count(self) -> int:
-        """Steps of the hooked optimizer that has done most of them."""
-        return max(self._counts.values(), default=0)
+        """The largest number of steps that one of the hooked optimizers has done."""
+        return max(self._step_counts.values(), default=0)
 
     def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
-        """Hook the optimizers that are torch's and call step hooks; others cannot be tracked."""
+        """Hook the optimizers that call torch's step hooks. Others cannot be tracked."""
         for optimizer in optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer) or id(optimizer) in self._hooks:
                 continue
@@ -47,14 +54,15 @@ class StepWatch:
 
     def is_unfinished(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
         """Check whether gradients are pending and no step was taken since the last call."""
-        stepped, self._has_stepped = self._has_stepped, False
-        return not stepped and self.is_pending(models)
+        has_stepped = self._has_stepped
+        self._has_stepped = False
+        return not has_stepped and self.is_pending(models)
 
     def is_pending(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
         """Check whether a gradient exists that no step has used.
 
-        The parameters of the hooked optimizers are checked, and those of `models` that FSDP2 keeps
-        unsharded.
+        Looks at the parameters of the hooked optimizers, and at the parameters of `models` whose
+        gradients FSDP2 keeps unsharded.
         """
         if not self._hooks:
             return False
@@ -76,7 +84,7 @@ class StepWatch:
 
     def _mark_used(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._has_stepped = True
-        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        self._step_counts[id(optimizer)] = self._step_counts.get(id(optimizer), 0) + 1
         for gradient in _gradients_of(optimizer):
             setattr(gradient, _USED, gradient._version)
 
@@ -84,7 +92,7 @@ class StepWatch:
 def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return this rank's gradients of an incomplete step, by raw parameter name.
 
-    Raises SelectionError under engines that hide gradients until the step is complete.
+    Raises SelectionError if an engine hides gradients until the step is complete.
     """
     root = unwrap(model)
     hiding = hiding_gradients(model)
@@ -97,21 +105,21 @@ def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Restore the gradients of `pending_gradients`.
+    """Set the gradients to `stored`, a result of `pending_gradients`.
 
-    Other parameters get None, as before the first backward.
+    Parameters that are not in it get no gradient, as before the first backward.
     """
     root = unwrap(model)
-    whole = kept_gradients(root)
+    unsharded = kept_gradients(root)
     drop_kept_gradients(root)
     for name, parameter in root.named_parameters():
         parameter.grad = None
-        if name in whole:
-            whole[name].write(None)
+        if name in unsharded:
+            unsharded[name].write(None)
         if name not in stored:
             continue
-        if name in whole and stored[name].shape == parameter.shape:
-            whole[name].write(stored[name].to(parameter.device))
+        if name in unsharded and stored[name].shape == parameter.shape:
+            unsharded[name].write(stored[name].to(parameter.device))
         elif is_distributed(parameter.detach()):
             gradient = torch.zeros_like(parameter.detach())
             local = local_part(gradient)
@@ -130,6 +138,7 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _accumulated_gradients(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each parameter that has a gradient, and this rank's elements of it."""
     unsharded = kept_gradients(root)
     for name, parameter in root.named_parameters():
         gradient = unsharded[name].read() if name in unsharded else None

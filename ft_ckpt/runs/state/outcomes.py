@@ -1,4 +1,7 @@
-"""The outcome of a resume, item by item, and the agreement of ranks on it."""
+"""The outcome of a resume, item by item, and how the ranks agree on it.
+
+Ranks agree: they exchange their outcomes, and all of them get the same result.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -56,11 +59,12 @@ def agree_on_outcomes(
     requests: int = 0,
     error: BaseException | None = None,
 ) -> tuple[tuple[Restored, ...], int]:
-    """Agree on one outcome per item and on the sum of `requests`.
+    """Agree with the other ranks on one outcome per item, and on the sum of `requests`.
 
-    Collective: call it on every rank. The outcome is the first failure of any rank, or else a
-    success. `error` is this rank's own, as for `Ranks.agree`. The detail of a failure names the
-    node, if there are several.
+    Collective: call it on every rank. The outcome of an item is the failure on the lowest rank
+    where it failed, or success if it failed on none. Its detail names the rank, and the node if
+    there are several. `error` is the error of this rank, or None; it is raised on all ranks, as
+    `Ranks.agree` raises it.
     """
     if not_restored(outcomes):
         node = ranks.node
@@ -71,6 +75,7 @@ def agree_on_outcomes(
 
 
 def _on_node(outcome: Restored, node: str | None) -> Restored:
+    """Add the name of the node to the detail of a failure."""
     if node is None or outcome.status != "failed":
         return outcome
     return replace(outcome, detail=f"{outcome.detail} (on {node})")
@@ -80,10 +85,13 @@ def _merge_outcomes(values: Values) -> dict[str, Any]:
     merged: dict[str, dict[str, str]] = {}
     for rank, value in enumerate(values):
         for item in value["items"]:
-            earlier = merged.get(item["name"])
-            failed = item["status"] != "restored"
-            if earlier is None or (failed and earlier["status"] == "restored"):
-                where = f"on rank {rank}: " if rank and failed else ""
-                merged[item["name"]] = {**item, "detail": where + item["detail"]}
+            name = item["name"]
+            has_failed = item["status"] != "restored"
+            if name in merged and (not has_failed or merged[name]["status"] != "restored"):
+                continue
+            detail = item["detail"]
+            if has_failed and rank > 0:
+                detail = f"on rank {rank}: {detail}"
+            merged[name] = {**item, "detail": detail}
     requests = sum(value["requests"] for value in values)
     return {"items": [*merged.values()], "requests": requests}

@@ -1,6 +1,13 @@
-"""The state of one rank: random numbers, data positions, gradients of an unfinished step.
+"""Captures and restores the state of one rank.
 
-The state is stored as trees by name.
+It consists of random numbers, positions in data loaders, and the gradients of an unfinished step.
+Each is stored as a tree (nested values with tensors in them) under a name:
+
+    rng             the random number generators
+    loader-0, ...   the positions in the data loaders
+    accumulation    Accelerate's count of micro-batches
+    sync            whether Accelerate was between two optimizer steps
+    gradients       the pending gradients of each model, if there are any
 """
 
 import random
@@ -28,12 +35,22 @@ from ft_ckpt.runs.state.gradients import StepWatch, pending_gradients, restore_g
 from ft_ckpt.runs.state.outcomes import Restored
 from ft_ckpt.runs.state.stored_tensors import StoredTensors, tree_of_rank
 
-_GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accumulation", "sync"
+_RANDOM = "rng"
+_FEED = "loader"
+_STEPS = "accumulation"
+_SYNC = "sync"
+_GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True, eq=False)
 class RankState:
-    """The restored state of this rank that a run takes over, and what happened."""
+    """What was restored on this rank.
+
+    Attributes:
+        feeds: The positions in the data, with which the run continues.
+        outcomes: The outcome of each tree, for the report.
+        notes: Sentences for the report.
+    """
 
     feeds: DataPositions
     outcomes: list[Restored]
@@ -49,51 +66,53 @@ def capture_rank_state(
 ) -> dict[str, Any]:
     """Capture the state of this rank, as trees by name.
 
-    `models` and `items` are those of the run. Raises SelectionError if pending gradients cannot be
-    read.
+    `models` and `items` are those of the run. Raises SelectionError if there are pending gradients
+    that cannot be read.
     """
-    synced = is_synced(accelerator)
+    is_between_steps = is_synced(accelerator)
     trees: dict[str, Any] = {_RANDOM: capture_generators()}
     for index, state in enumerate(feeds.state_dicts()):
         trees[f"{_FEED}-{index}"] = state
     if hasattr(accelerator, "step"):
         trees[_STEPS] = int(accelerator.step)
-        trees[_SYNC] = synced
-    if not synced:
+        trees[_SYNC] = is_between_steps
+    if not is_between_steps:
         for item in optimizers_among(items):
             if item.kind.is_accumulating(item.optimizer):
                 raise SelectionError(
                     "gradients: DeepSpeed does not expose them; save when the optimizer has stepped"
                 )
-    if not synced or steps.is_pending(models.values):
+    if not is_between_steps or steps.is_pending(models.values):
         trees[_GRADIENTS] = {name: pending_gradients(model) for name, model in models.items()}
     return trees
 
 
 def is_synced(accelerator: Any) -> bool:
-    """Check whether Accelerate, if it counts micro-batches, is between steps."""
+    """Check whether Accelerate is between two optimizer steps.
+
+    The answer is True without Accelerate's count of micro-batches.
+    """
     return bool(getattr(accelerator, "sync_gradients", True))
 
 
 def read_rank_state(
     document: Document, stored: StoredTensors, ranks: Ranks
 ) -> tuple[dict[str, Any], list[Restored]]:
-    """Read this rank's own state without gradients, by name, and the items that cannot be restored.
+    """Read the trees of this rank, without gradients, and check them. Overwrites nothing.
 
-    Overwrites nothing.
-
-    On another number of ranks the data positions are those of rank 0, from which all ranks compute
-    theirs.
+    Returns the trees by name, and an outcome for each item that cannot be restored. If the number
+    of ranks has changed, every rank gets the data positions of rank 0 and computes its own from
+    them. A rank that the saved run did not have gets the other trees of the last rank.
     """
     saved_ranks = len(document["ranks"])
     source_rank = min(ranks.rank, saved_ranks - 1)
     names = [*document["ranks"][source_rank]]
-    feeds = [name for name in names if name.startswith(f"{_FEED}-")]
-    further_names = [name for name in (_RANDOM, _STEPS, _SYNC) if name in names]
+    feed_names = [name for name in names if name.startswith(f"{_FEED}-")]
+    other_names = [name for name in (_RANDOM, _STEPS, _SYNC) if name in names]
     trees: dict[str, Any] = {}
     failed: list[Restored] = []
-    for name in (*feeds, *further_names):
-        is_feed = name in feeds
+    for name in (*feed_names, *other_names):
+        is_feed = name in feed_names
         owner = 0 if is_feed and saved_ranks != ranks.size else source_rank
         try:
             tree = tree_of_rank(document, stored, owner, name)
@@ -104,8 +123,8 @@ def read_rank_state(
         trees[name] = tree
         if problems:
             failed.append(Restored(_item_of_tree(name, is_feed), "failed", listing(problems)))
-    if {*feeds} != {f"{_FEED}-{number}" for number in range(len(feeds))}:
-        failed.append(Restored("data", "failed", f"places of {listing(feeds, ', ')}"))
+    if {*feed_names} != {f"{_FEED}-{number}" for number in range(len(feed_names))}:
+        failed.append(Restored("data", "failed", f"places of {listing(feed_names, ', ')}"))
     if _RANDOM not in names:
         failed.append(Restored(_RANDOM, "failed", "not in the checkpoint"))
     if _has_gradients(document) and (saved_ranks != ranks.size or _GRADIENTS not in names):
@@ -121,10 +140,10 @@ def restore_rank_state(
     ranks: Ranks,
     trees: Mapping[str, Any],
 ) -> RankState:
-    """Restore the trees of `read_rank_state` and the pending gradients of the run's `models`.
+    """Restore the `trees` that `read_rank_state` returned, and the gradients of `models`.
 
-    Random numbers come last, because anything before may draw some. Gradients that the checkpoint
-    lacks are dropped.
+    Random number generators come last, because any step before may draw from them. If the
+    checkpoint has no pending gradients, those of the models are dropped.
     """
     saved_ranks = len(document["ranks"])
     names = document["ranks"][min(ranks.rank, saved_ranks - 1)]
@@ -136,8 +155,9 @@ def restore_rank_state(
         outcomes.append(Restored("data", "restored"))
     if _STEPS in trees and accelerator is not None:
         accelerator.step = trees[_STEPS]
-        synced = trees.get(_SYNC, _GRADIENTS not in names)
-        accelerator.gradient_state._set_sync_gradients(synced)
+        # Earlier versions of ft_ckpt stored no _SYNC: there, gradients mean an unfinished step.
+        is_between_steps = trees.get(_SYNC, _GRADIENTS not in names)
+        accelerator.gradient_state._set_sync_gradients(is_between_steps)
     for model in models.values():
         restore_gradients(model, {})
     if _has_gradients(document):
@@ -157,23 +177,24 @@ def restore_rank_state(
 
 
 def _item_of_tree(name: str, is_feed: bool) -> str:
+    """Return the name under which the report lists the outcome of the tree `name`."""
     if is_feed:
         return "data"
     return _RANDOM if name == _RANDOM else _GRADIENTS
 
 
 def _tree_problems(name: str, tree: Any) -> Sequence[str]:
-    """Return the problems of a captured tree. Raises CorruptError for a data position."""
+    """Return the problems of a tree that was read. Raises CorruptError for a data position."""
     if name == _RANDOM:
         return generator_problems(tree)
     if name == _SYNC:
-        return [] if type(tree) is bool else [f"{_SYNC} is {short_repr(tree)}"]
-    if name == _STEPS:
-        return (
-            [] if type(tree) is int and 0 <= tree < 1 << 63 else [f"{_STEPS} is {short_repr(tree)}"]
-        )
-    check_position(tree)
-    return []
+        is_valid = type(tree) is bool
+    elif name == _STEPS:
+        is_valid = type(tree) is int and 0 <= tree < 1 << 63
+    else:
+        check_position(tree)
+        is_valid = True
+    return [] if is_valid else [f"{name} is {short_repr(tree)}"]
 
 
 def _has_gradients(document: Document) -> bool:
@@ -181,6 +202,7 @@ def _has_gradients(document: Document) -> bool:
 
 
 def _lost_gradients(saved_ranks: int, ranks: Ranks) -> Restored:
+    """Return the outcome for gradients that another number of ranks has accumulated."""
     detail = (
         f"saved in the middle of gradient accumulation by {saved_ranks} rank(s), resumed on "
         f"{ranks.size}"
@@ -207,6 +229,7 @@ def _reseed_new_rank(rank: int) -> None:
     The seed comes from another rank's restored state and from the number of this rank.
     """
     drawn = int(torch.randint(2**62, (), device="cpu").item())
+    # The odd constant (2^64 divided by the golden ratio) spreads neighbouring ranks over all bits.
     seed = (drawn ^ (rank * 0x9E3779B97F4A7C15)) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,4 +1,8 @@
-"""The tensors of an open checkpoint, and the trees of its training state."""
+"""Reads the tensors of an open checkpoint, and the trees of its training state.
+
+A tree is the nested state of an object. The document has its nodes, and its tensors are stored
+under numbers: the tree at the prefix "scheduler" has "scheduler/0", "scheduler/1" and so on.
+"""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,16 +24,18 @@ from ft_ckpt.runs.state.trees import live_tensors, source_of_leaf
 
 
 class StoredTensors:
-    """The tensor files of one checkpoint, opened when first needed.
+    """The tensors of one checkpoint, by the folder of their part and their name.
 
-    Tensors are found by part folder and name.
+    A part is one saved model of the checkpoint, or the training state. Files are opened when a
+    tensor in them is first needed.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
         parts = checkpoint.manifest.parts
         kinds = {part.kind for part in parts}
-        self.is_adapter = "adapter" in kinds and "model" not in kinds  # the base is elsewhere
+        # whether the checkpoint has adapters without their base
+        self.is_adapter = "adapter" in kinds and "model" not in kinds
         self._formats = {part.path: part.format for part in parts}
         self._paths: dict[tuple[str, str], str] = {}
         for part in parts:
@@ -38,9 +44,9 @@ class StoredTensors:
         self._open: dict[str, TensorFile] = {}
 
     def file_of(self, part: str, name: str) -> TensorFile:
-        """Return the file that holds the tensor `name` of the part in folder `part`.
+        """Return the file that holds the tensor `name` of the part in the folder `part`.
 
-        Raises LoadError when no file does.
+        Raises LoadError if there is no such tensor.
         """
         path = self._paths.get((part, name))
         if path is None:
@@ -67,12 +73,12 @@ class StoredTensors:
         return specs
 
     def state_names(self, prefix: str) -> frozenset[str]:
-        """Return the training state's tensor names that begin with `prefix`, without it."""
+        """Return the names of the state's tensors that begin with `prefix`, without the prefix."""
         names = [name for part, name in self._paths if part == FOLDER]
         return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def state_tensor(self, name: str) -> Tensor:
-        """Read the whole tensor `name` of the training state to the host."""
+        """Read the whole tensor `name` of the training state into host memory."""
         file = self.file_of(FOLDER, name)
         return file.read(name).view(file.specs[name].shape)
 
@@ -82,15 +88,18 @@ class StoredTensors:
 
 
 def tree_of_rank(document: Document, stored: StoredTensors, rank: int, name: str) -> Any:
-    """Read the tree `name` that the rank stored for itself, or return None if it stored none."""
+    """Read the tree `name` that the rank stored for itself; return None if there is none."""
     entry = entries_of_rank(document, rank).get(name)
-    return None if entry is None else tree_of(entry, f"rank-{rank}/{name}", stored)
+    if entry is None:
+        return None
+    return tree_of(entry, f"rank-{rank}/{name}", stored)
 
 
 def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = None) -> Any:
-    """Read the tree that `entry` describes.
+    """Read the tree that `entry` describes, with its tensors.
 
-    Tensors that are sharded in the state of the object `like` are sharded in the same way.
+    If `like` is an object, its current state says which of the tensors are DTensors: these are made
+    with the same placements.
     """
     distributed = _distributed_tensors(like)
 
@@ -114,7 +123,7 @@ def _distributed_tensors(value: Any) -> Mapping[int, Tensor]:
     """Return the distributed tensors in the state of an object, by their index in its tree."""
     if value is None:
         return {}
-    with suppress(SelectionError):  # its state before loading may be of any type
+    with suppress(SelectionError):  # before loading, the state may have values of any type
         tensors = live_tensors(value.state_dict(), "state")
         return {index: tensor for index, tensor in enumerate(tensors) if is_distributed(tensor)}
     return {}

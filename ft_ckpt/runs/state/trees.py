@@ -1,4 +1,8 @@
-"""The state of an object of a run as a tree of JSON, with its tensors apart."""
+"""Splits the state of an object into a JSON tree and the tensors in it.
+
+For example, {"step": 3, "mean": tensor} becomes a tree with 3 and a number in the tensor's place,
+and a list of one tensor. The tensors are the leaves of the tree.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -17,10 +21,12 @@ from ft_ckpt.runs.state.document import Document
 
 
 def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
-    """Return the facts of a tree, and its tensors.
+    """Return the description of a tree, and its tensors.
 
-    With `digest`, a digest is added by which ranks compare their trees. The digest leaves out
-    distributed tensors.
+    The description has "tree", the encoded nodes, and "leaves": the "shape", the "dtype" and "cut"
+    (whether it is a DTensor) of each tensor. With `digest` it also has a "digest" of all this and
+    of the tensors' bytes, by which ranks compare their trees. The digest leaves out DTensors.
+    Raises SelectionError naming what cannot be stored.
     """
     node, tensors = _flatten_live(value, name)
     leaves = [
@@ -31,15 +37,15 @@ def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Te
         }
         for tensor in tensors
     ]
-    facts: Document = {"tree": encode_node(node), "leaves": leaves}
+    description: Document = {"tree": encode_node(node), "leaves": leaves}
     if digest:
-        state = xxhash.xxh3_128(repr(facts).encode())
+        state = xxhash.xxh3_128(repr(description).encode())
         for tensor in tensors:
             if not is_distributed(tensor):
                 content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
                 state.update(content.numpy().data)
-        facts["digest"] = state.hexdigest()
-    return facts, tensors
+        description["digest"] = state.hexdigest()
+    return description, tensors
 
 
 def live_tensors(value: Any, name: str) -> list[Tensor]:
@@ -48,7 +54,7 @@ def live_tensors(value: Any, name: str) -> list[Tensor]:
 
 
 def source_of_leaf(name: str, tensor: Tensor) -> Source:
-    """Return the source of a tensor that is equal on all ranks, or a DTensor."""
+    """Return the source of a tensor in a tree: a DTensor, or a tensor that rank 0 stores."""
     source = replace(source_of_tensor(name, name, tensor), trainable=False)
     if is_distributed(tensor):
         return source
@@ -56,6 +62,7 @@ def source_of_leaf(name: str, tensor: Tensor) -> Source:
 
 
 def _flatten_live(value: Any, name: str) -> tuple[Node, list[Tensor]]:
+    """Return the nodes of a tree, and its tensors; a numpy array becomes a tensor."""
     node, leaves = flatten(value, NAMES, name, LEAVES)
     tensors = []
     for leaf in leaves:
