@@ -1,7 +1,8 @@
-"""The directory of a run: its places, its lease, the checkpoints in it.
+"""The directory of a run: its folders, its lease, and the checkpoints in it.
 
-Nothing here needs torch. Begin at `places`. `lease` keeps a second process out, `prune` deletes by
-the rules of retention, `following` waits for new checkpoints.
+A place is a folder on a disk or a prefix in a bucket. Nothing here needs torch. Begin at `places`.
+`lease` keeps a second process out, `prune` deletes by the rules of retention, `following` waits for
+new checkpoints.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Follows a run: its checkpoints, each when it is committed."""
+"""Follows a run: yields each of its checkpoints when it is committed."""
 
 import signal
 import threading
@@ -22,7 +22,8 @@ from ft_ckpt.storage.places import Place, open_place
 
 FOLLOW_SECONDS = 2.0
 
-CheckpointKey = tuple[str, str]  # name and time of a save
+# name and time of a save
+CheckpointKey = tuple[str, str]
 
 
 def follow(
@@ -35,14 +36,15 @@ def follow(
 ) -> Iterator[CheckpointInfo]:
     """Yield the checkpoints of `run`, then each new one when it is committed.
 
-    `run` is a folder or URL that may not exist yet. The checkpoints come oldest first, each once,
-    and once more if it was saved again. Checkpoints that were made from others (merged, averaged)
-    are left out. While the body of the loop runs, the checkpoint is leased: no rule deletes it. The
-    loop ends after `idle_seconds` without a new checkpoint (None: never), and when `stop` is set.
+    `run` is a folder or URL, which need not exist yet. The oldest checkpoint comes first. Each
+    comes once, and once more if it was saved again. Checkpoints that were made from others (merged,
+    averaged) are left out. While the body of the loop runs, its checkpoint has a lease, so no rule
+    deletes it. The loop ends after `idle_seconds` without a new checkpoint (None: it does not end),
+    and when `stop` is set.
 
-    `on_problem` gets the error of a checkpoint that is damaged (as by `verify(deep=False)`), which
-    is skipped, and an UnreadableError of what cannot be read now, which is tried again; each text
-    once.
+    `on_problem` is called with errors, once for each text. A checkpoint that is damaged (as by
+    `verify(deep=False)`) is skipped. What cannot be read now is an UnreadableError, and is tried
+    again.
     """
     reported: set[str] = set()
 
@@ -62,13 +64,14 @@ def follow(
             if key_of(info) in done:
                 continue
             with ExitStack() as lease:
-                problem = _lease_whole(lease, info)
-                # what cannot be read now is tried again
+                problem = _lease_intact(lease, info)
+                # What cannot be read now is tried again at the next poll.
                 if not isinstance(problem, UnreadableError):
                     done.add(key_of(info))
                 if problem is None:
                     yield info
-                elif not isinstance(problem, NotACheckpointError):  # deleted since it was listed
+                # A NotACheckpointError means that it was deleted after it was listed.
+                elif not isinstance(problem, NotACheckpointError):
                     report(problem)
 
 
@@ -79,12 +82,15 @@ def poll_checkpoints(
     stop: threading.Event,
     on_problem: Callable[[CheckpointError], object],
 ) -> Iterator[list[CheckpointInfo]]:
-    """Yield the checkpoints of `run`, oldest first, at each poll; end as `follow` does."""
+    """Yield the list of all checkpoints of `run` at each poll, oldest first.
+
+    Ends as `follow` does.
+    """
     seen: set[CheckpointKey] = set()
     pause_seconds = poll_seconds if idle_seconds is None else min(poll_seconds, idle_seconds)
     quiet_since = time.monotonic()
     while not stop.is_set():
-        # a checkpoint may be committed after the poll, while the caller works
+        # Taken before the poll: a checkpoint may be committed after it, while the caller works.
         polled = time.monotonic()
         infos = _infos_in(run, on_problem)
         new = {key_of(info) for info in infos} - seen
@@ -98,15 +104,16 @@ def poll_checkpoints(
 
 
 def key_of(info: CheckpointInfo) -> CheckpointKey:
-    """Return a key that identifies a save of the run."""
+    """Return a key that identifies one save of the run."""
     return info.name, info.manifest.created
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set; a second signal acts as it did before.
+    """Yield an event that SIGINT and SIGTERM set.
 
-    Only the main thread can call this function.
+    A second signal acts as it did before the block. In other threads than the main one, no signal
+    sets the event.
     """
     stop = threading.Event()
     previous: dict[int, Any] = {}
@@ -139,10 +146,10 @@ def _infos_in(run: Place, on_problem: Callable[[CheckpointError], object]) -> li
     return [info for info in listed.checkpoints if not info.manifest.made_from]
 
 
-def _lease_whole(lease: ExitStack, info: CheckpointInfo) -> CheckpointError | None:
-    """Lease the checkpoint until `lease` closes, or return why not.
+def _lease_intact(lease: ExitStack, info: CheckpointInfo) -> CheckpointError | None:
+    """Lease the checkpoint until `lease` closes. Returns None, or the error why it cannot.
 
-    CorruptError if its files are missing or truncated.
+    The error is a CorruptError if files are missing or truncated.
     """
     with ExitStack() as trial:
         try:

@@ -1,17 +1,20 @@
-"""The lease of a run's directory: one process trains into it at a time.
+"""The lease of a run's directory, by which only one process at a time trains into it.
 
-The lease is the mark `.ft_ckpt-run` in the directory, on a disk or in a bucket. The first save or
-resume of a run writes it, and the saver deletes it when it closes. Another process that finds the
-mark looks for the process that wrote it:
+The lease is a file, the mark `.ft_ckpt-run` in the directory, on a disk or in a bucket. The first
+save or resume of a run writes it, a thread renews it every 20 seconds, and the saver deletes it
+when it closes. The mark names the process that wrote it. Another process that finds it does this:
 
-    it has ended on this machine     take over at once
-    it lives on this machine         error, while its renewals are younger than a minute
-    all else (another machine or     watch the mark by the own clock: error if it changes, take over
-    container, a stopped process)    if it does not change for a minute
+    that process has ended on this machine     it takes the lease over at once
+    that process lives on this machine, and    it raises an error
+    its last renewal is less than a minute
+    old
+    all else, such as another machine or       it watches the mark for a minute by its own clock: it
+    container, or a stopped process            raises an error if the mark changes, and takes the
+                                               lease over if not
 
 So a job that was killed and starts again elsewhere waits for at most a minute. Clocks of two
-machines are never compared. A process that was stopped for longer finds the mark of another one
-before its next commit, and refuses.
+machines are never compared. A process that was stopped for longer finds the mark of another process
+before its next commit, and does not commit.
 """
 
 import atexit
@@ -31,25 +34,39 @@ from ft_ckpt.storage import PREFIX, Store, make_folder
 from ft_ckpt.storage.places import Place
 
 RUN_LEASE = f"{PREFIX}run"
-LEASE_SECONDS, RENEW_SECONDS = 60.0, 20.0
-_POLLS = 30  # of a mark, while waiting for its renewal
-# several processes may take over a dead lease at the same moment: the last mark counts
+LEASE_SECONDS = 60.0
+RENEW_SECONDS = 20.0
+# how often a mark is read while a process watches it for its renewal
+_POLLS = 30
+# How long to wait after taking a lease over. Several processes may do so at the same moment. The
+# last one to write the mark has the lease.
 _SETTLE_SECONDS_ON_DISK = 0.1
 _SETTLE_SECONDS_IN_BUCKET = 1.0
 _WAITING = "%s: %s may train into it; waiting %.0f s for a renewal of its lease"
 _EXPIRED = "%s: taken over from %s, which has not renewed its lease for %.0f s"
-_of_process: dict[str, "RunLease"] = {}  # by the identity of the directory
-_table_lock = threading.Lock()  # for `_of_process` and the users of its leases
-_take_lock = threading.Lock()  # one thread at a time: its mark would look abandoned to a second one
+# the leases of this process by the identity of their directory
+_of_process: dict[str, "RunLease"] = {}
+# protects `_of_process` and the users of its leases
+_table_lock = threading.Lock()
+# One thread at a time takes a lease. A second one would find the mark of this process without its
+# lease in `_of_process`, and take it for a mark that an earlier process left.
+_take_lock = threading.Lock()
 
 
 @dataclass(eq=False)
 class RunLease(ExclusiveLease):
-    """The lease of one directory, shared by the savers of this process that use it."""
+    """The lease of one directory. All savers of this process that save there share it.
+
+    Attributes:
+        name: The name of the mark.
+        pid: The id of the process that holds the lease. A forked child has no part in it.
+        is_lost: Whether another process has taken the directory over.
+        users: The savers that use the lease.
+    """
 
     name: str = RUN_LEASE
     pid: int = field(default_factory=os.getpid)
-    is_lost: bool = False  # another process has taken the directory over
+    is_lost: bool = False
     users: WeakSet[Any] = field(default_factory=WeakSet)
     _began_at: float = field(default_factory=time.monotonic)
     _renewed_at: float = field(default_factory=steady_seconds)
@@ -71,11 +88,12 @@ class RunLease(ExclusiveLease):
         self._renewed_at = now
 
     def take(self) -> None:
-        """Put the mark, after waiting for one that may be dead.
+        """Write the mark. If there is one already, do what the table of the module says.
 
         Raises LeaseTakenError naming the process that trains there.
         """
-        watched: str | None = None  # the text of a mark whose renewal is waited for
+        # the text of a mark that is watched for a renewal, and when the watch ends
+        watched: str | None = None
         deadline = 0.0
         while True:
             text = _mark_text(self.store)
@@ -83,7 +101,7 @@ class RunLease(ExclusiveLease):
                 if self._put_first():
                     break
                 continue
-            if self.token in text:  # the answer to our own write was lost
+            if self.token in text:  # this process has written it, and the answer was lost
                 break
             facts = parse_mark(text)
             if _has_ended(facts):
@@ -109,7 +127,7 @@ class RunLease(ExclusiveLease):
     def renew(self) -> None:
         """Renew the mark while a saver uses it.
 
-        Release it when all of them were deleted without `close`.
+        If all savers were deleted without `close`, the lease is released.
         """
         if self._is_unused():
             self.release()
@@ -117,12 +135,13 @@ class RunLease(ExclusiveLease):
             self._renew_own()
 
     def check(self) -> None:
-        """Raise LeaseTakenError when another process has taken the directory over.
+        """Raise LeaseTakenError if another process has taken the directory over.
 
-        Reads the mark only if it was not renewed in time, as of a process that was stopped.
+        The mark is read only if this process has not renewed it in time, for example because it was
+        stopped.
         """
         if self.is_held and steady_seconds() - self._renewed_at > 2 * RENEW_SECONDS:
-            # a failing disk or bucket fails the save too, which reports the error
+            # If the disk or bucket fails, the save fails too, and reports the error.
             with suppress(CheckpointError):
                 self._renew_own()
         if self.is_lost:
@@ -140,13 +159,13 @@ class RunLease(ExclusiveLease):
             self.release()
 
     def release(self) -> None:
-        if self.is_held and self.pid == os.getpid():  # a forked child has no part in it
+        if self.is_held and self.pid == os.getpid():
             super().release()
 
     def _renew_own(self) -> None:
-        """Put the mark again, unless another process has put its own.
+        """Write the mark again, unless another process has written its own: then it is lost.
 
-        Raises TargetError where the folder is gone.
+        Raises TargetError if the folder is gone.
         """
         text = _mark_text(self.store)
         if text is None:
@@ -159,7 +178,7 @@ class RunLease(ExclusiveLease):
             self.stop()
 
     def _put_first(self) -> bool:
-        """Put the mark where there was none; False when another process was faster."""
+        """Write the mark where there is none. Returns False if another process was faster."""
         try:
             self.put(create_only=True)
         except NameTakenError:
@@ -167,7 +186,10 @@ class RunLease(ExclusiveLease):
         return True
 
     def _is_unused(self) -> bool:
-        """Check whether no saver uses the lease any more: the next saver takes a new one."""
+        """Check whether no saver uses the lease any more.
+
+        If so, the lease is also forgotten, and the next saver takes a new one.
+        """
         with _table_lock:
             if self.users:
                 return False
@@ -176,26 +198,30 @@ class RunLease(ExclusiveLease):
             return True
 
     def _take_over(self) -> None:
+        """Replace the mark of another process. Raises LeaseTakenError if a third one was later."""
         self.put()
         is_on_disk = self.store.local_folder is not None
         time.sleep(_SETTLE_SECONDS_ON_DISK if is_on_disk else _SETTLE_SECONDS_IN_BUCKET)
         if not self.is_ours:
-            raise LeaseTakenError(
-                _busy_text(self.store, parse_mark(_mark_text(self.store) or ""), 0.0)
-            )
+            facts = parse_mark(_mark_text(self.store) or "")
+            raise LeaseTakenError(_busy_text(self.store, facts, 0.0))
 
 
 def lease_run(directory: Place, user: object) -> RunLease:
-    """Return the lease of the run in `directory`, in use by `user` until it leaves or is deleted.
+    """Return the lease of the run in `directory`, which this process takes if it has none.
 
-    The savers of one process share the lease. Raises LeaseTakenError naming the process that trains
-    there, TargetError if the mark cannot be written, UnreadableError if it cannot be read.
+    The savers of one process share the lease. `user` uses it until `RunLease.leave`, or until the
+    object is deleted.
+
+    Raises LeaseTakenError naming the process that trains there, TargetError if the mark cannot be
+    written, and UnreadableError if it cannot be read.
     """
     store = directory.absolute.folder
     if store.local_folder is not None:
         with explained(store.local_folder):
             make_folder(store.local_folder)
-    # unsynced: a power cut ends the process, too, and renewals do not make the folder again
+    # The mark need not reach the disk, because a power cut ends the process too. Renewals must not
+    # make a deleted folder again.
     store = store.unsynced
     with _take_lock:
         with _table_lock:
@@ -220,10 +246,10 @@ def _mark_text(store: Store) -> str | None:
 
 
 def _has_ended(facts: dict[str, Any]) -> bool:
-    """Check whether the process that put the mark has ended.
+    """Check whether the process that wrote the mark has ended.
 
-    If the mark names this process, it was put before an exec, or there is no record of it: such a
-    mark counts as ended.
+    A mark that names this process counts as ended. It was written before an exec, or this process
+    has lost its record of it.
     """
     if is_gone(facts):
         return True
@@ -232,14 +258,14 @@ def _has_ended(facts: dict[str, Any]) -> bool:
 
 
 def _refuse_if_alive(store: Store, facts: dict[str, Any]) -> None:
-    """Raise LeaseTakenError if the process lives on this machine and renewed within a minute."""
+    """Raise LeaseTakenError if the process is on this machine and has renewed within a minute."""
     age = _age_on_this_machine(facts)
     if age is not None and age < LEASE_SECONDS:
         raise LeaseTakenError(_busy_text(store, facts, age))
 
 
 def _age_on_this_machine(facts: dict[str, Any]) -> float | None:
-    """Return the seconds since the last renewal by a process of this machine, else None."""
+    """Return the seconds since the last renewal. None if the process is on another machine."""
     renewed = facts.get("renewed")
     if not is_of_this_machine(facts) or not isinstance(renewed, (int, float)):
         return None
@@ -247,8 +273,14 @@ def _age_on_this_machine(facts: dict[str, Any]) -> float | None:
 
 
 def _busy_text(store: Store, facts: dict[str, Any], age: float) -> str:
-    seconds = facts.get("held_seconds")  # at its last renewal
-    since = f" for {seconds + age:.0f} s" if isinstance(seconds, (int, float)) else ""
+    """Return the text of the error that the process of `facts` trains into the folder.
+
+    `age` is the number of seconds since its last renewal.
+    """
+    seconds_at_renewal = facts.get("held_seconds")
+    since = ""
+    if isinstance(seconds_at_renewal, (int, float)):
+        since = f" for {seconds_at_renewal + age:.0f} s"
     return (
         f"{store.url}: {holder_of(facts)} trains into it{since}, its lease was renewed {age:.0f} s "
         "ago; end it, close its saver or use another folder (lease=False goes on without a lease: "

@@ -1,4 +1,8 @@
-"""The directory of a run and its local upload folder, each tested before the first save."""
+"""Opens the folders of a run, and tests them before the first save.
+
+A run has a directory for its checkpoints, on a disk or in a bucket. A run in a bucket may also have
+an upload folder on a local disk (the setting `staging`).
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -20,11 +24,14 @@ from ft_ckpt.storage import PREFIX, Store
 from ft_ckpt.storage.local import IF_NEW, folder_of, try_place
 from ft_ckpt.storage.places import Place, open_place
 
+# the abilities of a store that `try_bucket` tries
 _QUICK_TRIALS = {IF_NEW, "reading ranges", "listing at once"}
+# file in an upload folder that names its bucket
+_CLAIM = f"{PREFIX}staging"
 
 
 def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> None:
-    """Refuse a directory that checkpoints cannot be saved in.
+    """Raise an error if checkpoints cannot be saved in `directory`.
 
     Only rank 0 (`is_main`) tries a bucket. Raises ConfigError for settings that cannot work there,
     and what `check_target` and `try_bucket` raise.
@@ -43,10 +50,10 @@ def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> 
 
 
 def try_bucket(store: Store) -> None:
-    """Write an object into the bucket twice, read it, list it and delete it.
+    """Try the bucket: write an object twice, read it, list it and delete it.
 
-    Warns if the store ignores conditions. Raises ConfigError if there is no such bucket,
-    TargetError if it refuses the credentials or takes no writes.
+    Warns if the store ignores the condition that a write must create a new object. Raises
+    ConfigError if there is no such bucket, and TargetError if it refuses the credentials or writes.
     """
     try:
         abilities = try_place(store, _QUICK_TRIALS)
@@ -71,6 +78,7 @@ def try_bucket(store: Store) -> None:
 
 
 def _why_unwritable(store: Store) -> str:
+    """Return why the bucket cannot be written, and what to do."""
     try:
         store.list_folder()
     except (CheckpointError, OSError):
@@ -78,15 +86,18 @@ def _why_unwritable(store: Store) -> str:
     return "can be read, and not written; use credentials that may write there"
 
 
-_CLAIM = f"{PREFIX}staging"  # file in an upload folder that names its bucket
-
-
 @dataclass(frozen=True)
 class RunPlaces:
-    """The directory of a run, and its local upload folder (the setting `staging`)."""
+    """The folders of a run.
 
-    directory: Place | None = None  # of the checkpoints
-    upload_folder: Place | None = None  # saves are committed here, and uploaded to `directory`
+    Attributes:
+        directory: Where the checkpoints of the run are; None for a saver without a directory.
+        upload_folder: A local folder. If there is one, saves are committed here and then uploaded
+            to `directory`.
+    """
+
+    directory: Place | None = None
+    upload_folder: Place | None = None
 
     @property
     def target(self) -> Place | None:
@@ -99,9 +110,9 @@ class RunPlaces:
         return tuple(place for place in places if place is not None)
 
     def copies_of(self, checkpoint: Place) -> tuple[Place, ...]:
-        """Return the locations of a checkpoint, one per folder of the run.
+        """Return where copies of a checkpoint may be: one place in each folder of the run.
 
-        For a checkpoint outside of these folders, only its own location is returned.
+        For a checkpoint outside of these folders, the result is its own place.
         """
         if not any(checkpoint.beside.identity == place.folder.identity for place in self.folders):
             return (checkpoint,)
@@ -113,10 +124,10 @@ def open_run_places(
     config: SaverConfig,
     is_main: Callable[[], bool],
 ) -> RunPlaces:
-    """Open and test the folders of a run; rank 0 tests a bucket by a real write.
+    """Open and test the folders of a run. Rank 0 tests a bucket by writing to it.
 
-    The returned places are absolute. Raises ConfigError for settings that cannot work there, or a
-    staging folder of another run, and what `check_directory` raises.
+    The places in the result are absolute. Raises ConfigError for settings that cannot work there
+    and for a staging folder of another run. Raises what `check_directory` raises.
     """
     if directory is None:
         if config.staging is not None:
@@ -146,7 +157,9 @@ def _claim_upload_folder(upload_folder: Place, directory: Place) -> None:
     Without the record its checkpoints would be uploaded to any other bucket as well.
     """
     store, url = upload_folder.folder, directory.folder.url
-    claim = store.read(_CLAIM).decode(errors="replace") if store.stat(_CLAIM) is not None else None
+    claim = None
+    if store.stat(_CLAIM) is not None:
+        claim = store.read(_CLAIM).decode(errors="replace")
     if claim is None and list_checkpoints(upload_folder).checkpoints:
         raise ConfigError(
             f"{upload_folder}: holds checkpoints that were not staged there; `ft-ckpt sync "
@@ -169,14 +182,14 @@ def has_training_state(manifest: Manifest) -> bool:
 def refuse_replacing(target: Place, has_state: bool, run_ids: Collection[str] | None) -> None:
     """Raise TargetError if `target` holds a checkpoint that the save must not replace.
 
-    A save without training state does not replace a checkpoint with it. With `run_ids`, the ids of
-    a run, a save does not replace a checkpoint of another run. Raises UnreadableError if the
-    manifest cannot be read just now.
+    A save without training state (`has_state`) must not replace a checkpoint that has one. If
+    `run_ids` is not None, it has the ids of a run, and the save must not replace a checkpoint of
+    any other run. Raises UnreadableError if the manifest cannot be read now.
     """
     try:
         manifest = load_manifest(target.folder)
     except ManifestError:
-        return  # nothing committed, or damaged
+        return  # there is no checkpoint, or a damaged one
     if has_training_state(manifest) and not has_state:
         raise TargetError(
             f"{target}: holds training state, which a save of weights alone would delete; save to "

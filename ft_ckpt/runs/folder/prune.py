@@ -1,4 +1,4 @@
-"""Prune a run: delete the checkpoints that its rules do not keep, and make room on a full disk."""
+"""Deletes the checkpoints of a run that its rules do not keep, and makes room on a full disk."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,13 +32,22 @@ from ft_ckpt.storage.places import Place, location_name
 
 @dataclass(frozen=True)
 class PruneReport:
-    """The outcome of pruning, or of its dry run. The next sweep retries failed deletions."""
+    """The outcome of pruning, or of its dry run.
 
-    kept: Mapping[Path | str, tuple[str, ...]] = field(default_factory=dict)  # with the reasons
+    Attributes:
+        kept: The checkpoints that were kept, each with the reasons.
+        dropped: The checkpoints that were deleted.
+        stripped: The checkpoints that were kept without their training state.
+        freed_bytes: The bytes of the deleted files.
+        left: Files in the folders of deleted checkpoints that their manifests do not list. They
+            stay.
+        problems: A line for each failed deletion. The next sweep tries again.
+    """
+
+    kept: Mapping[Path | str, tuple[str, ...]] = field(default_factory=dict)
     dropped: tuple[Path | str, ...] = ()
-    stripped: tuple[Path | str, ...] = ()  # kept without their training state
+    stripped: tuple[Path | str, ...] = ()
     freed_bytes: int = 0
-    # unlisted files in the folders of dropped checkpoints, which stay
     left: tuple[Path | str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -52,12 +61,15 @@ def prune_run(
     dry_run: bool = False,
     strict: bool = False,
 ) -> PruneReport:
-    """Delete the checkpoints in `root` that `keep` does not ask for (see `retention.plan_pruning`).
+    """Delete the checkpoints in `root` that `keep` does not select (see `retention.plan_pruning`).
 
-    With `run_id` other runs' checkpoints stay; without it the rules apply to each run separately.
-    Exports, averages and folders without a manifest always stay. Failed deletions are reported in
-    `problems`, not raised; so is a concurrent sweep of the same folder, which is not waited for. If
-    `strict`, raises ConfigError for a metric of `keep` that no checkpoint has.
+    With `run_id` the checkpoints of other runs stay. Without it the rules apply to each run
+    separately. Exports, averages and folders without a manifest always stay. Checkpoints in
+    `protect` stay too.
+
+    Failed deletions are in `problems` of the report and are not raised. If another process sweeps
+    the folder now, nothing is deleted, and `problems` says so. With `strict`, raises ConfigError
+    for a metric of `keep` that no checkpoint has.
     """
 
     def make_plan(run: RunFolder) -> PrunePlan:
@@ -76,7 +88,7 @@ def prune_after_save(
     protect: tuple[Place, ...],
     newest: Place | None = None,
 ) -> None:
-    """Prune a run after a save; failures are warnings and never end the run."""
+    """Prune a run after a save. Failures are warnings, because they must not end the run."""
     if root is None or keep is None:
         return
     try:
@@ -91,9 +103,9 @@ def prune_after_save(
 def room_maker(
     keep: Keep | None, step: int | None, run_id: str | None, protect: Iterable[Place] = ()
 ) -> Callable[[Place], PruneReport] | None:
-    """Return what deletes from a run's folder all that a save of `step` may delete.
+    """Return a function of a run's folder that makes room for a save of `step`, see `make_room`.
 
-    Returns None if the save may delete nothing.
+    Returns None without rules, because nothing may be deleted then.
     """
     if keep is None:
         return None
@@ -108,10 +120,10 @@ def make_room(
     run_id: str | None = None,
     protect: Iterable[Place] = (),
 ) -> PruneReport:
-    """Delete the checkpoints that `keep` will not ask for once `step` is saved.
+    """Delete the checkpoints that `keep` will not select once `step` is saved.
 
-    The newest valid ones stay, because the new one is not committed yet. Reports as `prune_run`
-    does.
+    The newest valid ones stay, because the new checkpoint is not committed yet. Reports as
+    `prune_run` does.
     """
 
     def make_plan(run: RunFolder) -> PrunePlan:
@@ -123,18 +135,21 @@ def make_room(
 def _plan_as_if_saved(
     checkpoints: Sequence[HeldCheckpoint], keep: Keep, step: int | None, run_id: str | None
 ) -> PrunePlan:
-    """Plan as if `step` were saved, but keep the newest valid checkpoints nevertheless."""
-    of_run = list(checkpoints)
+    """Return the plan that would be made after a save of `step`.
+
+    The newest valid checkpoints get a guard, which is a reason to keep them whatever the rules say.
+    """
+    run_checkpoints = list(checkpoints)
     if run_id is not None:
-        of_run = [checkpoint for checkpoint in checkpoints if checkpoint.run_id == run_id]
-    vital = newest_valid(of_run)
-    if not vital:
+        run_checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.run_id == run_id]
+    newest_reasons = newest_valid(run_checkpoints)
+    if not newest_reasons:
         return plan_pruning(checkpoints, keep, run_id)
     guarded = []
     for checkpoint in checkpoints:
         guards = checkpoint.guards
-        if checkpoint.path in vital:
-            guards = (*guards, vital[checkpoint.path])
+        if checkpoint.path in newest_reasons:
+            guards = (*guards, newest_reasons[checkpoint.path])
         guarded.append(dataclasses.replace(checkpoint, guards=guards))
     next_number = 1 + max((checkpoint.number for checkpoint in checkpoints), default=0)
     coming = HeldCheckpoint(
@@ -154,19 +169,19 @@ def _plan_as_if_saved(
 def remove_checkpoints(
     root: Place, drop: Iterable[Path | str], strip: Iterable[Path | str]
 ) -> PruneReport:
-    """Delete the checkpoints `drop` of a run, and the training states of `strip`.
+    """Delete the checkpoints `drop` in the folder `root`, and the training states of `strip`.
 
-    `root` is the folder of the run. Guarded checkpoints stay. Interrupted removals are finished
-    first. The report is that of `prune_run`.
+    Guarded checkpoints (pinned, in use) stay. Interrupted deletions are finished first. Reports as
+    `prune_run` does.
     """
     return _run_plan(root, lambda _: PrunePlan({}, tuple(drop), tuple(strip)))
 
 
 def recover_all(root: Place) -> tuple[str, ...]:
-    """Undo or finish the saves into `root` whose process died (see `commit`, `bucket_delete`).
+    """Undo or finish the saves into `root` whose process has died (see `commit`, `bucket_delete`).
 
-    A line for each. For the process that is about to save there: no other process may be saving
-    into `root`. Raises TargetError.
+    Returns a line for each. Only the process that is about to save there may call this: no other
+    process must be saving into `root`. Raises TargetError.
     """
     return open_run_folder(root).recover()
 
@@ -174,12 +189,13 @@ def recover_all(root: Place) -> tuple[str, ...]:
 def _run_plan(
     root: Place, make_plan: Callable[[RunFolder], PrunePlan], *, dry_run: bool = False
 ) -> PruneReport:
+    """Make a plan and delete by it, and return the report. `make_plan` may raise ConfigError."""
     run = open_run_folder(root)
     try:
         if dry_run:
             return _dry_report(run, make_plan(run))
-        with run.exclusive_sweep() as alone:
-            if not alone:
+        with run.exclusive_sweep() as is_alone:
+            if not is_alone:
                 problem = f"{root}: another sweep is at work there; nothing was deleted"
                 return PruneReport(problems=(problem,))
             outcomes = [_try_step(path, step) for path, step in run.unfinished()]
@@ -200,6 +216,7 @@ def _run_plan(
 
 
 def _try_step(path: Path | str, step: Callable[[], Removal]) -> Removal | str:
+    """Call `step`, which deletes from the checkpoint `path`. Returns its result, or a problem."""
     try:
         return step()
     except (CheckpointError, OSError) as error:
@@ -225,6 +242,7 @@ def _prune_report(plan: PrunePlan, outcomes: list[Removal | str]) -> PruneReport
 
 
 def _dry_report(run: RunFolder, plan: PrunePlan) -> PruneReport:
+    """Return the report that the plan would give. Deletes nothing."""
     listed = list_checkpoints(run.snapshot(), links=False).checkpoints
     infos = {info.path: info for info in listed}
     freed_bytes = 0

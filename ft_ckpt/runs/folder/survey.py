@@ -1,4 +1,4 @@
-"""The checkpoints of a run with what the rules of retention ask of them."""
+"""Lists the checkpoints of a run with the properties that the rules of retention use."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -7,9 +7,7 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from ft_ckpt.checkpoint.commit import STATE, RunFolder, open_run_folder
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, parse_time
 from ft_ckpt.errors import CheckpointError, UnreadableError
-from ft_ckpt.retention import (
-    HeldCheckpoint,
-)
+from ft_ckpt.retention import HeldCheckpoint
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.places import Place
 
@@ -17,15 +15,18 @@ from ft_ckpt.storage.places import Place
 def survey_run(root: Place, protect: Iterable[Place] = ()) -> list[HeldCheckpoint]:
     """Return the checkpoints in the folder `root` of a run, oldest first.
 
-    Links and `root` itself are left out. Guarded are the checkpoints in `protect`, pinned or leased
-    ones, targets of links in `root`, and those that a save is about to replace. Raises
-    UnreadableError when a manifest, or `root`, cannot be read now: rules applied to some of the
-    checkpoints could delete the wrong ones.
+    Links and `root` itself are left out. These checkpoints get a guard, which is a reason to keep
+    them whatever the rules say: those in `protect`, pinned ones, those with a lease, targets of
+    links in `root`, and those that a save is about to replace.
+
+    Raises UnreadableError if `root` or a manifest cannot be read now. If the rules were applied to
+    the other checkpoints alone, they could select the wrong ones for deletion.
     """
     return survey(open_run_folder(root), protect)
 
 
 def survey(run: RunFolder, protect: Iterable[Place]) -> list[HeldCheckpoint]:
+    """Return the checkpoints as `survey_run` does, for an open folder of a run."""
     root = run.snapshot()
     links = {
         folder.identity: folder.name
@@ -47,17 +48,18 @@ def survey(run: RunFolder, protect: Iterable[Place]) -> list[HeldCheckpoint]:
 def _held_checkpoint(
     run: RunFolder, info: CheckpointInfo, links: Mapping[str, str], protected: set[str]
 ) -> HeldCheckpoint | None:
-    """Return the checkpoint with its guards, or None if it was deleted meanwhile.
+    """Return the checkpoint with its guards; None if it was deleted meanwhile.
 
-    `links` maps the identity of a store to the name of a link to it.
+    `links` has the name of a link by the identity of the folder that it leads to. `protected` has
+    the identities of protected folders.
     """
     manifest, store, path = info.manifest, info.store, info.path
     try:
         valid = run.is_valid(info)
     except UnreadableError:
-        raise  # unreadable now is not invalid
+        raise  # a checkpoint that cannot be read now may be valid
     except CheckpointError:
-        if store.stat(MANIFEST_NAME) is None:  # deleted since it was listed
+        if store.stat(MANIFEST_NAME) is None:  # it was deleted after it was listed
             return None
         valid = False
     guards = []
@@ -83,16 +85,16 @@ def _held_checkpoint(
 
 
 def _base_of(path: Path | str, name: str | None) -> Path | str | None:
-    """Return the location of the checkpoint `name` in the folder of the one at `path`."""
+    """Return the location of the checkpoint `name` next to the checkpoint at `path`."""
     if not name:
         return None
     return path.with_name(name) if isinstance(path, Path) else f"{path.rpartition('/')[0]}/{name}"
 
 
 def _created_seconds(store: Store, created: str) -> float:
-    """Return the unix time of `created`, or of the manifest's last change if it is invalid."""
-    time = parse_time(created)
-    if time is not None:
-        return time.timestamp()
+    """Return `created` as unix seconds, or if it is invalid, when the manifest was written."""
+    created_at = parse_time(created)
+    if created_at is not None:
+        return created_at.timestamp()
     stored = store.stat(MANIFEST_NAME)
     return 0.0 if stored is None else stored.modified

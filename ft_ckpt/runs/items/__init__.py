@@ -1,7 +1,8 @@
 """The items of a run: its named objects, and the tensors of its models.
 
-Nothing here reads or writes a checkpoint. Begin at `run_objects`. `objects` lists the items,
-`tensors` walks the models, `signatures` recognises objects that have no name of their own.
+An item is an object whose state a run needs, such as an optimizer or a scheduler. Nothing here
+reads or writes a checkpoint. Begin at `run_objects`. `objects` lists the items, `tensors` lists the
+tensors of the models, `signatures` recognizes objects that have no name of their own.
 """
 
 import lazy_loader

@@ -1,4 +1,7 @@
-"""What modules save besides parameters and buffers, as items of a run."""
+"""Makes items of the extra state of modules: what they save besides parameters and buffers.
+
+PyTorch calls it extra state (`get_extra_state`). Each item is an object with a state dict.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,35 +18,35 @@ _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 @dataclass(frozen=True, eq=False)
 class ModuleExtraState:
-    """What modules save besides parameters and buffers, as an object with a state dict."""
+    """The extra state of all modules in a model, as an object with a state dict."""
 
     model: nn.Module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current values by name."""
+        """Return the extra state by its name in the model's state dict."""
         added = ModelTensors(self.model).added()
         refuse_one_way_state(added)
         return {name: state.value for name, state in added.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values. Raises LoadError naming those that were not restored."""
+        """Restore the extra state. Raises LoadError naming what was not restored."""
         ModelTensors(self.model).restore_added(state)
 
 
 @dataclass(frozen=True, eq=False)
 class RankAllocation:
-    """The scores and the ranks of AdaLoRA's rank allocator, as an object with a state dict."""
+    """The scores and the adapter ranks of AdaLoRA's allocator, as an object with a state dict."""
 
     tuner: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current ranks, and scores by parameter name."""
+        """Return the ranks of the adapters, and the scores by parameter name."""
         allocator = self.tuner.rankallocator
         scores = {kind: dict(getattr(allocator, kind)) for kind in _SCORES}
         return {**scores, "rank_pattern": allocator.peft_config.rank_pattern}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ranks and scores, each score on the device of its parameter."""
+        """Restore the ranks, and each score on the device of its parameter."""
         allocator = self.tuner.rankallocator
         parameters = dict(self.tuner.model.named_parameters())
         for kind in _SCORES:
@@ -56,24 +59,24 @@ class RankAllocation:
 def with_extra_state(
     model: nn.Module, items: Sequence[Item], models: Mapping[str, ModelTensors]
 ) -> list[Item]:
-    """Return `items`, the extra state of each model, and AdaLoRA's allocators.
+    """Return `items` with further ones: the extra state of each model, and AdaLoRA's allocators.
 
-    `models` are the tensors of the models by item, "" for `model`.
+    `models` has the tensors of each model by the name of its item; "" is `model`.
     """
-    extended = list(items)
+    all_items = list(items)
     for number, allocation in enumerate(_rank_allocations(model)):
-        extended.append(Item(f"{EXTRA_STATE}: AdaLoRA's ranks {number}", "object", allocation))
+        all_items.append(Item(f"{EXTRA_STATE}: AdaLoRA's ranks {number}", "object", allocation))
     modules = [("", model)]
     modules += [(item.name, item.value) for item in items if item.kind == "model"]
     for name, module in modules:
         if models[name].added():
             label = f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE
-            extended.append(Item(label, "object", ModuleExtraState(module)))
-    return extended
+            all_items.append(Item(label, "object", ModuleExtraState(module)))
+    return all_items
 
 
 def _rank_allocations(model: nn.Module) -> list[RankAllocation]:
-    """Return AdaLoRA's allocators, which train the model itself or direct submodules."""
+    """Return the allocators of AdaLoRA adapters on the model itself or on direct submodules."""
     allocations = []
     inner = unwrap(model)
     for module in (inner, *inner.children()):

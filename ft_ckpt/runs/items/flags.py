@@ -1,4 +1,4 @@
-"""Which parameters of a run's models require a gradient, in its document and now."""
+"""Records which parameters require a gradient, and compares them with those of a saved run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,12 +8,16 @@ from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.ranks.wrappers import layouts_of
 from ft_ckpt.runs.items.tensors import Key
 
-FLAGS = "requires_grad"  # key in the document
-_TRAINED, _FROZEN = "trained", "frozen"
+FLAGS = "requires_grad"  # key in the document of the training state
+_TRAINED = "trained"
+_FROZEN = "frozen"
 
 
 def gradient_flags(sources: Mapping[Key, Source]) -> dict[str, list[str]]:
-    """List the parameters that require a gradient, or those that do not, whichever are fewer."""
+    """Return the labels of the parameters that require a gradient, or of those that do not.
+
+    The shorter list is returned, as {"trained": [...]} or {"frozen": [...]}.
+    """
     trained: list[str] = []
     frozen: list[str] = []
     for label, requires_grad in _flags_by_label(sources).items():
@@ -25,16 +29,17 @@ def gradient_flags(sources: Mapping[Key, Source]) -> dict[str, list[str]]:
 
 
 def flags_problem(flags: Mapping[str, Sequence[str]]) -> str | None:
-    """Tell why `flags`, as they were read, are not those of `gradient_flags`."""
+    """Return why `flags` cannot be a result of `gradient_flags`; None if they can."""
     if [*flags] in ([_TRAINED], [_FROZEN]):
         return None
     return f"{listing(sorted(flags), ', ') or 'nothing'}, expected {_TRAINED!r} or {_FROZEN!r}"
 
 
 def changed_flags(document: Mapping[str, Any], sources: Mapping[Key, Source]) -> list[str]:
-    """Describe which parameters had another `requires_grad` when `document` was saved.
+    """Return which parameters had another `requires_grad` when `document` was saved.
 
-    There is a sentence for each direction; none for documents of earlier versions without flags.
+    There is one sentence for newly frozen parameters, and one for newly trained ones. A document of
+    an earlier version has no flags: the result is [].
     """
     flags: Mapping[str, Sequence[str]] | None = document.get(FLAGS)
     if flags is None:
@@ -61,7 +66,10 @@ def changed_flags(document: Mapping[str, Any], sources: Mapping[Key, Source]) ->
 
 
 def _flags_by_label(sources: Mapping[Key, Source]) -> dict[str, bool]:
-    """Map each parameter to its `requires_grad`, whether an optimizer has trained it or not."""
+    """Return the current `requires_grad` of each parameter by its label.
+
+    `Source.trainable` would not do, because it is also True for what an optimizer has trained.
+    """
     parameters = {
         f"{item}: {name}" if item else name: source
         for (item, name), source in sources.items()

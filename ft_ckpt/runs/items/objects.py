@@ -1,6 +1,7 @@
-"""The items of a run: named objects (models, optimizers, loaders, ...).
+"""Lists the items of a run: the named objects whose state it needs.
 
-Objects cannot have the names that a state uses itself.
+They are the objects that Accelerate has prepared, and those that the script has registered. The
+main model, whose weights are saved, is not among them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,11 +19,12 @@ from ft_ckpt.runs.optimizers import (
     unwrap_optimizer,
 )
 
-ENGINE = "engine"  # the item of the engine's own counters
-EXTRA_STATE = "extra state"  # the item of what modules save besides parameters and buffers
+ENGINE = "engine"  # name of the item with DeepSpeed's counters
+EXTRA_STATE = "extra state"  # name of the item with the extra state of the main model
+# Names that the training state uses itself. No item can have them.
 _RESERVED = frozenset({"weights", "rng", "gradients", "accumulation", ENGINE})
 _RESERVED_PREFIXES = ("rank-", "loader-", EXTRA_STATE)
-# kinds of prepared objects that have their names from Accelerate's order alone
+# Kinds of prepared objects whose names are numbered in the order of `Accelerator.prepare`.
 _SERIES = ("model", "scheduler", "custom")
 
 
@@ -30,13 +32,17 @@ _SERIES = ("model", "scheduler", "custom")
 class Item:
     """One object whose state a run needs.
 
-    `kind` is "optimizer", "model" or "object" (with a state dict).
+    Attributes:
+        name: Its name in the checkpoint.
+        kind: "optimizer", "model" or "object". An "object" has a state dict.
+        value: The object.
+        series: "model", "scheduler" or "custom" if the name only numbers the objects in the order
+            in which Accelerate has prepared them, such as "scheduler_1". Else "".
     """
 
     name: str
     kind: str
     value: Any
-    # "model", "scheduler" or "custom" if the name comes from Accelerate's order alone
     series: str = ""
 
 
@@ -50,42 +56,44 @@ class OptimizerItem:
 
 
 def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
-    """Return the objects that Accelerate prepared or a script registered, without the saved model.
+    """Return the objects that Accelerate has prepared or the script has registered.
 
-    A prepared object that is registered has its registered name. Raises SelectionError for a
-    registered object that is neither a module, an optimizer nor has a state dict, ConfigError for
-    names that are taken or cannot be used.
+    The main model is left out. A prepared object that is registered too has its registered name.
+    Raises SelectionError for a registered object that is no module and no optimizer and has no
+    state dict. Raises ConfigError for names that are taken or cannot be used.
     """
     registered_names: dict[int, str] = {}
     for name, value in registered.items():
         if name != "model":
             registered_names[bare_identity(value)] = name
-    objects: list[tuple[str, Any, str]] = []  # name, object, series
-    prepared: set[int] = set()
+    # name, object and series of each item
+    objects: list[tuple[str, Any, str]] = []
+    prepared_ids: set[int] = set()
     for name, value in _prepared_objects(accelerator, registered):
         identity = bare_identity(value)
-        prepared.add(identity)
+        prepared_ids.add(identity)
         if identity in registered_names:
             objects.append((registered_names[identity], value, ""))
         else:
             objects.append((name, value, _series_of(name)))
     for name, value in registered.items():
-        if name != "model" and bare_identity(value) not in prepared:
+        if name != "model" and bare_identity(value) not in prepared_ids:
             objects.append((name, value, ""))
     _refuse_item_names([name for name, _, _ in objects], registered)
     return [Item(name, _item_kind(name, value), value, series) for name, value, series in objects]
 
 
 def _series_of(name: str) -> str:
-    """Return the series of a name that comes from Accelerate's order alone, else ""."""
+    """Return the series of a name such as "scheduler_1"; "" for a name in no series."""
     series = name.split("_")[0]
     return series if series in _SERIES else ""
 
 
 def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | None:
-    """Return the model that is saved.
+    """Return the main model, whose weights are saved.
 
-    This is the model registered as "model", else the first prepared one without another name.
+    It is the model registered as "model", or else the first prepared model that is not registered
+    under another name.
     """
     if "model" in registered:
         return registered["model"]  # type: ignore[no-any-return]
@@ -98,14 +106,14 @@ def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | N
 
 
 def bare_identity(value: Any) -> int:
-    """Return the identity of an object without the wrappers of Accelerate and engines."""
+    """Return the `id` of an object inside the wrappers of Accelerate and engines."""
     if isinstance(value, nn.Module):
         return id(unwrap(value))
     return id(unwrap_object(value))
 
 
 def unwrap_object(value: Any) -> Any:
-    """Return a scheduler or an optimizer without the wrappers of Accelerate."""
+    """Return the scheduler or optimizer inside the wrappers of Accelerate."""
     while type(value).__module__.startswith("accelerate.") and hasattr(value, "scheduler"):
         value = value.scheduler
     return unwrap_optimizer(value)
@@ -124,7 +132,7 @@ def optimizer_of(item: Item) -> OptimizerItem:
 
 
 def plain_optimizers(items: Iterable[Item]) -> list[Any]:
-    """Return the optimizers whose steps use gradients of the models' own parameters."""
+    """Return the optimizers whose steps use the gradients of the models' own parameters."""
     optimizers = optimizers_among(items)
     return [item.optimizer for item in optimizers if item.kind.uses_model_gradients]
 
@@ -143,7 +151,10 @@ def refuse_unsaveable(items: Iterable[Item]) -> None:
 
 
 def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the objects that Accelerate prepared, by kind and number, without the saved model."""
+    """Return the objects that Accelerate has prepared, without the main model, each with a name.
+
+    Names are numbered within a kind: "optimizer", "optimizer_1", "optimizer_2", ...
+    """
     main = main_model(accelerator, registered)
     objects: list[tuple[str, Any]] = []
     number = 1
@@ -154,8 +165,9 @@ def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[t
     objects += _numbered("optimizer", getattr(accelerator, "_optimizers", ()))
     objects += _numbered("scheduler", getattr(accelerator, "_schedulers", ()))
     engine_wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
-    # DeepSpeed's engine, with or without Accelerate
-    counters = engine_counters(main if engine_wrapper is None else engine_wrapper.engine)
+    # Without Accelerate, the main model may itself be DeepSpeed's engine.
+    engine = main if engine_wrapper is None else engine_wrapper.engine
+    counters = engine_counters(engine)
     if counters is not None:
         objects.append((ENGINE, counters))
     scaler = getattr(accelerator, "scaler", None)
@@ -166,7 +178,7 @@ def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[t
 
 
 def _numbered(name: str, objects: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return the objects under `name`, `name`_1, `name`_2, ..."""
+    """Return the objects with the names `name`, `name`_1, `name`_2, ..."""
     named = []
     for number, value in enumerate(objects):
         named.append((f"{name}_{number}" if number else name, value))
@@ -174,7 +186,7 @@ def _numbered(name: str, objects: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def _refuse_item_names(names: Sequence[str], registered: Mapping[str, Any]) -> None:
-    """Raise ConfigError for names of two objects, and for reserved names."""
+    """Raise ConfigError for registered names that are taken, reserved or not usable."""
     twice: list[str] = []
     reserved: list[str] = []
     unusable: list[str] = []
@@ -191,6 +203,7 @@ def _refuse_item_names(names: Sequence[str], registered: Mapping[str, Any]) -> N
 
 
 def _item_kind(name: str, value: Any) -> str:
+    """Return the kind of an item. Raises SelectionError if `value` has no state."""
     if isinstance(value, nn.Module):
         return "model"
     if kind_of_optimizer(unwrap_optimizer(value)) is not None:

@@ -36,7 +36,7 @@ from ft_ckpt.runs.optimizers import is_schedule_free_in_training
 class RunObjects:
     """The objects of a run.
 
-    A script may prepare more of them at any time, so each call lists them again.
+    A script may prepare more objects at any time, so each call lists them again.
     """
 
     def __init__(self, accelerator: Any = None) -> None:
@@ -45,10 +45,11 @@ class RunObjects:
         self.watched: dict[str, WatchedModel] = {}
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """Add objects by name; "model" is the one whose weights are saved.
+        """Add objects by name. The object "model" is the main model, whose weights are saved.
 
-        An object replaces an earlier one of its name. Raises SelectionError for an object whose
-        state cannot be saved, ConfigError for a name that Accelerate's objects or ft_ckpt use.
+        An object replaces an earlier one with the same name. Raises SelectionError for an object
+        whose state cannot be saved. Raises ConfigError for a name that Accelerate's objects or
+        ft_ckpt use.
         """
         if "model" in objects:
             check_model(objects["model"])
@@ -77,31 +78,35 @@ class RunObjects:
         return watched_digests(self.watched)
 
     def differing_models(self, saved: Mapping[str, str]) -> list[str]:
-        """Name the watched models whose values differ from the `watched_digests` of a run."""
+        """Return a sentence for each watched model with other values than in a saved run.
+
+        `saved` is the result of `watched_digests` in that run.
+        """
         return differing_models(self.watched, saved)
 
     def items(self) -> list[Item]:
-        """Return all objects but the model whose weights are saved. Raises as `run_items`."""
+        """Return all objects except for the main model. Raises as `run_items` does."""
         return run_items(self.accelerator, self.registered)
 
     def items_in_saved_order(self, saved: Signatures) -> list[Item]:
-        """Return the items under the names that such objects had in the `saved` run.
+        """Return the items with the names that the objects had in the saved run.
 
-        Objects are recognized by their signatures. Raises LoadError if another model than before
-        would be the saved one.
+        Objects are recognized by their signatures. Raises LoadError if the main model is another
+        one than before.
         """
         return items_in_saved_order(self.accelerator, self.registered, saved)
 
     def signatures(self, sources: Mapping[Key, Source]) -> Signatures:
-        """Return signatures that tell several unnamed prepared objects of one kind apart, by item.
+        """Return the signatures of unnamed prepared objects, by the names of their items.
 
-        `sources` are the tensors of the run's models. Raises ConfigError for equal signatures.
+        `sources` are the tensors of the run's models. Raises ConfigError if two objects have the
+        same signature.
         """
         return object_signatures(self.accelerator, self.registered, lambda: sources)
 
     @property
     def main_model(self) -> nn.Module | None:
-        """The model whose weights are saved, if there is one so far."""
+        """The model whose weights are saved; None before one is prepared or registered."""
         return main_model(self.accelerator, self.registered)
 
     @property
@@ -121,7 +126,7 @@ class RunObjects:
         return "model" in self.registered or bool(getattr(self.accelerator, "_models", None))
 
     def models(self) -> dict[str, nn.Module]:
-        """Return the models by item, "" for the one whose weights are saved."""
+        """Return the models by the names of their items; "" is the main model."""
         models: dict[str, nn.Module] = {"": self.model}
         for item in self.items():
             if item.kind == "model":
@@ -136,20 +141,20 @@ class RunObjects:
         return optimizers_among(self.items())
 
     def plain_optimizers(self) -> list[Any]:
-        """Return the optimizers whose steps use gradients of the models' own parameters."""
+        """Return the optimizers whose steps use the gradients of the models' own parameters."""
         return plain_optimizers(self.items())
 
     def steppers(self) -> dict[Optimizer, list[Tensor]]:
-        """Return the optimizers that call a hook before they step.
+        """Return the optimizers that call hooks before they step.
 
-        Each is mapped to the further tensors that its steps change.
+        The value of each has the tensors that its steps change besides its parameters and state.
         """
-        hooked: dict[Optimizer, list[Tensor]] = {}
+        hooked_optimizers: dict[Optimizer, list[Tensor]] = {}
         for item in self.optimizers():
-            inner, further = item.kind.hooked_optimizer(item.optimizer)
+            inner, other_tensors = item.kind.hooked_optimizer(item.optimizer)
             if isinstance(inner, Optimizer) and getattr(type(inner).step, "hooked", False):
-                hooked[inner] = further
-        return hooked
+                hooked_optimizers[inner] = other_tensors
+        return hooked_optimizers
 
     def walk(self) -> tuple[list[Item], dict[Key, Source]]:
         """Return the items with the extra state of the models, and the tensors of the models."""
@@ -157,14 +162,17 @@ class RunObjects:
         return items, sources
 
     def notes_on_weights(self, model: nn.Module) -> list[str]:
-        """Return notes for readers of the weights of `model` on the optimizers that train them."""
-        trained = {id(parameter) for parameter in unwrap(model).parameters()}
+        """Return a sentence for the report if the weights of `model` are not those to use.
+
+        Schedule-free optimizers train other weights than those that they are evaluated by.
+        """
+        model_ids = {id(parameter) for parameter in unwrap(model).parameters()}
         notes: list[str] = []
         for optimizer in self.plain_optimizers():
-            members: set[int] = set()
+            optimizer_ids: set[int] = set()
             for group in optimizer.param_groups:
-                members.update(id(parameter) for parameter in group["params"])
-            if trained & members and is_schedule_free_in_training(optimizer):
+                optimizer_ids.update(id(parameter) for parameter in group["params"])
+            if model_ids & optimizer_ids and is_schedule_free_in_training(optimizer):
                 notes.append(
                     f"{type(optimizer).__name__} is in train mode: the weights are the point of "
                     "training, not the average that it is evaluated by; call optimizer.eval() "
@@ -173,7 +181,10 @@ class RunObjects:
         return notes
 
     def notes_on_averages(self) -> list[str]:
-        """Tell which weights a checkpoint's folder has, if the run keeps an average of them."""
+        """Return a sentence for the report if the run keeps an average of the weights.
+
+        It says which weights the folder of the checkpoint has.
+        """
         notes = []
         for name, model in self.models().items():
             if isinstance(model, AveragedModel) and name:

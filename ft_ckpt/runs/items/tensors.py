@@ -1,6 +1,8 @@
-"""The tensors of a run's models.
+"""Lists the tensors of a run's models as sources.
 
-Names carry no meaning: a tensor is identified by its model's item and its name in that model.
+A source describes one tensor: its name, shape, dtype, and which elements of it this rank holds. A
+tensor is identified by the item of its model and by its name in that model. The names have no
+meaning here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,30 +16,34 @@ from ft_ckpt.runs.items.extra_state import with_extra_state
 from ft_ckpt.runs.items.objects import Item, plain_optimizers
 from ft_ckpt.runs.optimizers import trained_identities
 
-# of a tensor: its model's item, "" for the model that is saved, and its name there
+# The key of a tensor: the item of its model ("" is the main model), and its name in the model.
 Key = tuple[str, str]
 
 
 def walk_run(
     model: nn.Module, items: Sequence[Item]
 ) -> tuple[list[Item], dict[str, ModelTensors], dict[Key, Source]]:
-    """Return the items of a run with their extra state, `walk_models` and `run_sources` of them."""
+    """Return the items of a run with the extra state of its models, and the tensors of the models.
+
+    The tensors are returned twice: as `walk_models` returns them, and as `run_sources` does.
+    """
     models = walk_models(model, items)
-    extended = with_extra_state(model, items, models)
-    return extended, models, run_sources(models, extended)
+    all_items = with_extra_state(model, items, models)
+    return all_items, models, run_sources(models, all_items)
 
 
 def walk_models(model: nn.Module, items: Iterable[Item]) -> dict[str, ModelTensors]:
-    """Return the tensors of all the run's models by item; "" is the model that is saved."""
+    """Return the tensors of each model by the name of its item; "" is the main model."""
     models = {"": model, **{item.name: item.value for item in items if item.kind == "model"}}
     return {item: ModelTensors(module) for item, module in models.items()}
 
 
 def run_sources(models: Mapping[str, ModelTensors], items: Sequence[Item]) -> dict[Key, Source]:
-    """Return the sources of `walk_models`.
+    """Return the sources of all models by key.
 
-    Sources that an optimizer of the run has trained are marked trainable too. Loops freeze and
-    unfreeze parameters: `requires_grad` at one moment does not say which ones a run has changed.
+    Sources that an optimizer of the run has trained are marked trainable, even if their
+    `requires_grad` is False now. Loops freeze and unfreeze parameters, so `requires_grad` at one
+    moment does not say which parameters a run has changed.
     """
     sources: dict[Key, Source] = {}
     for item, tensors in models.items():
@@ -61,8 +67,11 @@ def model_sources(sources: Mapping[Key, Source], item: str = "") -> dict[str, So
 def labelled_sources(sources: Mapping[Key, Source]) -> dict[str, Source]:
     """Return the tensors of all models by unique labels, for optimizers.
 
-    The label of a further model's tensor is "item:name"; no model's item has a colon in its name. A
-    tensor of the saved model has its name, after a colon if it contains one.
+        main model, "lm_head.weight"     lm_head.weight
+        main model, "a:b"                :a:b
+        item "value", "head.weight"      value:head.weight
+
+    The labels are unique, because the name of an item has no colon.
     """
     labelled: dict[str, Source] = {}
     for (item, name), source in sources.items():
@@ -72,7 +81,7 @@ def labelled_sources(sources: Mapping[Key, Source]) -> dict[str, Source]:
 
 
 def tied_names(sources: Mapping[str, Source]) -> list[tuple[str, ...]]:
-    """Return the names of each parameter and buffer, in order: several for a tied one."""
+    """Return the names of each parameter and buffer. A tied tensor has several names."""
     groups: dict[int, list[str]] = {}
     for name, source in sources.items():
         if not source.is_added:

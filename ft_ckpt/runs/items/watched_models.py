@@ -1,4 +1,8 @@
-"""Models that are not trained, such as a reference model: stored once their values have changed."""
+"""Watches models that are not trained, such as a reference model.
+
+The script makes such a model again at each start, so a checkpoint does not store it. Once its
+values have changed, it is registered, and checkpoints store it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,21 +17,31 @@ from ft_ckpt.ranks.wrappers import ModelTensors
 
 @dataclass(frozen=True)
 class ModelDigest:
-    """A digest of all tensors in a model's state dict, as far as this rank has them."""
+    """A digest of this rank's elements of all tensors in a model's state dict.
 
-    bits: str  # hexadecimal
-    devices: tuple[str, ...]  # types of the devices: digests of equal tensors differ between them
-    is_whole: bool  # whether this rank has all elements
+    Attributes:
+        bits: The digest in hexadecimal.
+        devices: The types of the devices that computed it. Digests of equal tensors differ between
+            types of devices.
+        is_whole: Whether this rank has all elements of the model.
+    """
+
+    bits: str
+    devices: tuple[str, ...]
+    is_whole: bool
 
     @property
     def text(self) -> str:
-        """The digest for other runs to compare; "" if they may hold other parts of the model."""
+        """The digest for other runs to compare.
+
+        It is "" if this rank has not all elements, because other runs may divide them otherwise.
+        """
         return f"{'+'.join(self.devices)}:{self.bits}" if self.is_whole else ""
 
 
 @dataclass(frozen=True, eq=False)
 class WatchedModel:
-    """A model, and the digest of its values as the script has made them."""
+    """A model, and the digest of the values with which the script has made it."""
 
     model: nn.Module
     digest: ModelDigest
@@ -55,16 +69,16 @@ def digest_of_model(model: nn.Module) -> ModelDigest:
         if source.sharding.is_sharded:
             is_whole = False
     digests = digests_of(local)
-    facts = [(name, digests.get(name, "")) for name in sources]
-    bits = xxhash.xxh3_128_hexdigest(repr(facts).encode())
+    digests_by_name = [(name, digests.get(name, "")) for name in sources]
+    bits = xxhash.xxh3_128_hexdigest(repr(digests_by_name).encode())
     devices = sorted({part.device.type for part in local.values()})
     return ModelDigest(bits, tuple(devices), is_whole)
 
 
 def changed_models(watched: Mapping[str, WatchedModel], ranks: Ranks) -> list[str]:
-    """Return the names of watched models whose values have changed on any rank.
+    """Return the names of the watched models whose values have changed on at least one rank.
 
-    Collective (call it on every rank), unless nothing is watched.
+    Collective: call it on every rank. If nothing is watched, the ranks do not communicate.
     """
     if not watched:
         return []
@@ -96,9 +110,9 @@ def watched_digests(watched: Mapping[str, WatchedModel]) -> dict[str, str]:
 
 
 def differing_models(watched: Mapping[str, WatchedModel], saved: Mapping[str, str]) -> list[str]:
-    """Name the watched models whose values differ from those in the saved run.
+    """Return a sentence for each watched model whose values differ from those in a saved run.
 
-    `saved` are the `watched_digests` of that run, which had not changed these models.
+    `saved` is the result of `watched_digests` in that run, which had not changed these models.
     """
     differing = []
     for name, digest in saved.items():

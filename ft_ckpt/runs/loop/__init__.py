@@ -1,4 +1,4 @@
-"""A run in its training loop: its objects and progress, what makes a save due, signals.
+"""A run in its training loop: its objects, its progress, and what makes a save due.
 
 Nothing here opens a checkpoint. Begin at `training_run`.
 """

@@ -1,4 +1,7 @@
-"""Checks of a saver's arguments that are objects of the script, when the saver is made."""
+"""Checks the arguments of a saver that are objects of the script.
+
+Each check raises ConfigError. The error names the argument that the object belongs to.
+"""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -13,16 +16,14 @@ from ft_ckpt.messages import short_repr
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.places import Place
 
-# attributes of an Accelerator: the objects that it has prepared
+# attributes of an Accelerator with the objects that it has prepared
 _PREPARED = ("_models", "_optimizers", "_schedulers", "_dataloaders")
-_MAX_TEXT = 60  # characters of an argument in an error
+# how many characters of an argument an error shows
+_MAX_TEXT = 60
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Raise ConfigError for an object that is not an Accelerator.
-
-    The error names the argument that the object belongs to.
-    """
+    """Raise ConfigError if `accelerator` is neither an Accelerator nor None."""
     if accelerator is None:
         return
     is_accelerator = all(isinstance(getattr(accelerator, name, None), list) for name in _PREPARED)
@@ -34,7 +35,7 @@ def check_accelerator(accelerator: Any) -> None:
 
 
 def check_tokenizer_argument(tokenizer: Any) -> None:
-    """Raise ConfigError for an object that is not a tokenizer or processor."""
+    """Raise ConfigError if `tokenizer` is no tokenizer, no processor and not None."""
     if tokenizer is None:
         return
     if isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained"):
@@ -45,7 +46,7 @@ def check_tokenizer_argument(tokenizer: Any) -> None:
 
 
 def check_schedule(config: SaverConfig, directory: Any) -> None:
-    """Raise ConfigError for a schedule without a directory, because its first save would fail."""
+    """Raise ConfigError for a schedule without a directory, as its first save would fail."""
     if config.every is not None and directory is None:
         raise ConfigError(
             "every=: a schedule, and no directory for its checkpoints; expected "
@@ -55,14 +56,14 @@ def check_schedule(config: SaverConfig, directory: Any) -> None:
 
 
 def check_mappings(**arguments: Any) -> None:
-    """Raise ConfigError for arguments of a save, by name, that are neither a mapping nor None."""
+    """Raise ConfigError if one of `arguments`, by name, is neither a mapping nor None."""
     for name, value in arguments.items():
         if not isinstance(value, Mapping | None):
             raise ConfigError(f"{name}: {in_words(value)}, expected a mapping, or None")
 
 
 def check_loop(loader: Any, epochs: Any) -> None:
-    """Raise ConfigError for arguments of `remaining` that are not data and a number of epochs."""
+    """Raise ConfigError if the arguments of `remaining` are not data and a number of epochs."""
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigError(
             f"loader: {in_words(loader)}, expected a DataLoader, or batches that can be read again"
@@ -74,7 +75,7 @@ def check_loop(loader: Any, epochs: Any) -> None:
 
 
 def in_words(value: Any) -> str:
-    """Describe a value of the wrong kind: a text or number as it is, else its class."""
+    """Return a value of the wrong kind in words: a text or number as it is, else its class."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, (str, int, float, os.PathLike)):
@@ -83,7 +84,7 @@ def in_words(value: Any) -> str:
 
 
 def _right_argument(value: Any) -> str:
-    """Name the argument that an object in the accelerator's place belongs to."""
+    """Return what to do with an object that was passed as the accelerator."""
     if isinstance(value, type):
         return "pass an instance of the class"
     if isinstance(value, (str, os.PathLike, Place)):

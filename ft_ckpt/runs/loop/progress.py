@@ -1,4 +1,4 @@
-"""What a saver tells of its run."""
+"""Defines `Progress`, what `CheckpointSaver.progress` and `resume` return."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

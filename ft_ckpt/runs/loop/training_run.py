@@ -1,4 +1,4 @@
-"""The run of a saver: its registered objects, its progress, and the state of each rank."""
+"""Holds the state of a training run: its objects, its progress, and its position in the data."""
 
 import time
 import uuid
@@ -46,28 +46,37 @@ class TrainingRun:
         self.accelerator = accelerator
         self.config = config
         self.objects = RunObjects(accelerator)
-        # names of moving state that no checkpoint of the run has, for the reports
+        # names of changing state that checkpoints of the run do not have, for reports
         self.unsaved: list[str] = []
+        # optimizer steps done
         self.step = 0
+        # whether `note_step` was called
+        self.has_begun = False
+        # positions in the data loaders
         self.feeds = DataPositions()
         self.run_id = uuid.uuid4().hex
+        # ids of the runs that this one branched off
+        self._ancestors: set[str] = set()
         self.resumed_from: Place | None = None
-        self.resumed_moment = ""  # when that checkpoint was saved, as in its manifest
-        # the version that was published last; current on rank 0 alone
+        # when that checkpoint was saved, as its manifest has it
+        self.resumed_moment = ""
+        # the version that was published last; up to date on rank 0 only
         self.published: str | None = None
+        # the outcome of the resume
         self.report = RestoreReport()
+        # names of items that a resume of this run left unrestored, as `allow` permits
+        self._unrestored: set[str] = set()
+        # steps, saves and measurements, from which the schedule decides
         self.history = schedule.begin_history(0, 0, time.monotonic())
         self.poll = ClockPoll(config.every)
         self.steps = StepWatch()
+        # whether gradients were pending after the last batch
+        self._is_unfinished = False
         self.base = BaseWatch(config.attribute)
         self.reminder = StepReminder(config.every, self.steps)
-        self.has_begun = False  # True after a step
-        self._is_unfinished = False  # gradients were pending after the last batch
-        self.last_metrics: dict[str, float] = {}  # of the last step
-        self._ancestors: set[str] = set()  # ids of the runs that this one branched off
-        # items that resumes of this run left out, as `allow` permits
-        self._left_out: set[str] = set()
         self.metrics = MetricWatch(config.rankings)
+        # metrics of the last step
+        self.last_metrics: dict[str, float] = {}
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Add objects to the run by name. Raises as `RunObjects.register`."""
@@ -85,7 +94,7 @@ class TrainingRun:
             self.register(changed)
 
     def note_base(self) -> None:
-        """Record the base of the model's adapters as the script has made it."""
+        """Record the base model under the adapters as the script has made it."""
         if self.objects.has_model:
             self.base.sample_base(self.model, current_ranks().rank)
 
@@ -109,7 +118,7 @@ class TrainingRun:
         """Raise SelectionError early if the state of an object of the run cannot be saved."""
         self._watch_steps()
         self.objects.refuse_unsaveable()
-        # a model passed later is checked then
+        # A model that is passed later is checked then.
         if self.config.every is None or not self.objects.has_model:
             return
         items, sources = self.objects.walk()
@@ -117,19 +126,19 @@ class TrainingRun:
         local_state(items, sources, {})
 
     def check_first_step(self, ranks: Ranks) -> None:
-        """Raise SelectionError after the first step for state that cannot be saved.
+        """Raise SelectionError after the first step if there is state that cannot be saved.
 
         Collective: call it on every rank. Many optimizers make their state in the first step.
-        Without a schedule, or if failed saves are warnings, nothing is checked.
+        Nothing is checked without a schedule, or if failed saves are warnings.
         """
         if self.config.every is None or self.config.on_failure != "raise":
             return
         ranks.run("the first step", self.check_objects)
 
     def capture_state(self, ranks: Ranks, versions: Mapping[str, str]) -> Captured:
-        """Capture the state of the whole run, and the sources of its models, without copies.
+        """Capture the state of the run and the tensors of its models, without copying tensors.
 
-        Collective: call it on every rank.
+        Collective: call it on every rank. `versions` has the version of each library by name.
         """
 
         def current_objects() -> tuple[nn.Module, list[Item], dict[str, Any]]:
@@ -147,7 +156,7 @@ class TrainingRun:
                 "keep": None if self.config.keep is None else asdict(self.config.keep),
                 "run_id": self.run_id,
                 "ancestors": sorted(self._ancestors),
-                "let_go": sorted(self._left_out),
+                "let_go": sorted(self._unrestored),
                 "watched": self.objects.watched_digests(),
                 "unsaved": self.unsaved,
                 "published": self.published,
@@ -158,9 +167,9 @@ class TrainingRun:
         return captured
 
     def restore_progress(self, document: Document, origin: Store, created: str) -> None:
-        """Take over step, run id and history from the checkpoint at `origin`.
+        """Set step, run id and history to those in the checkpoint at `origin`.
 
-        `created`: the moment of its save.
+        `document` is its training state. `created` is the time of its save, as in its manifest.
         """
         progress = document["progress"]
         self.step = progress["step"]
@@ -169,22 +178,22 @@ class TrainingRun:
         self.resumed_moment = created
         self.published = document.get("published")
         self._ancestors = set(document.get("ancestors", ()))
-        self._left_out = set(document.get("let_go", ()))
+        self._unrestored = set(document.get("let_go", ()))
         self.history = schedule.begin_history(
             self.step, progress["epoch"], time.monotonic(), document["history"]
         )
-        # the step before a roll-back is not the last one
+        # What the script has trained before this resume does not count.
         self._is_unfinished = False
         self.last_metrics = {}
         self.poll.resume_at(self.step)
 
     def note_resumed(self, report: RestoreReport) -> None:
-        """Record that the resume of `report` has succeeded on all ranks."""
-        self._left_out |= {item.name for item in not_restored(report.items)}
+        """Record the report of a resume that has succeeded on all ranks."""
+        self._unrestored |= {item.name for item in not_restored(report.items)}
         self.report = report
 
     def note_absent(self, names: Iterable[str]) -> None:
-        """Report the objects that the checkpoint does not have: they begin as they are."""
+        """Report that the checkpoint lacks the objects `names`, which begin as they are."""
         absent = sorted(names)
         if absent:
             note = f"{listing(absent, ', ')}: not in the checkpoint, begins as the script makes it"
@@ -193,8 +202,8 @@ class TrainingRun:
     def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
         """Return the metrics that decide on saves.
 
-        If `every.best` ranks checkpoints by metrics, they are rank 0's, because losses differ
-        between ranks.
+        If `every.best` saves by a metric, these are the metrics of rank 0 on all ranks, because
+        losses differ between ranks. The call is collective then.
         """
         best = None if self.config.every is None else self.config.every.best
         if ranks.size == 1 or best is None or best[0] not in metrics:
@@ -202,9 +211,10 @@ class TrainingRun:
         return dict(ranks.agree("saver.step()", metrics).result)
 
     def reason_to_save(self, metrics: Mapping[str, float], ranks: Ranks) -> str | None:
-        """Return why to save now, or None.
+        """Return why to save now; None if there is no reason.
 
-        The result is the same on every rank if the `metrics` are.
+        Collective: call it on every rank. The result is the same on every rank if the `metrics`
+        are.
         """
         every = self.config.every
         if every is None:
@@ -213,7 +223,7 @@ class TrainingRun:
         return self.poll.reason_to_save(self.history, self.step, ranks) or reason
 
     def is_batch_done(self) -> bool:
-        """Note the end of a batch, and return whether it completed a step."""
+        """Record the end of a batch, and return whether an optimizer step is complete."""
         self.reminder.note_call()
         self._watch_steps()
         self._is_unfinished = self.steps.is_unfinished(lambda: self.objects.models().values())
@@ -229,14 +239,18 @@ class TrainingRun:
         self.metrics.note_metrics(self.last_metrics)
         if self.has_begun:
             self.history = schedule.after_step(self.history, self.step, now)
-        else:  # time before the first step, such as loading the model, does not count
+        else:
+            # The time before the first step does not count, such as loading the model.
             self.history = replace(self.history, step=self.step, seen_at=now, saved_at=now)
         self.has_begun = True
 
     def note_saved(
         self, reason: str | None, metrics: Mapping[str, float], cost: float | None = None
     ) -> None:
-        """Record a save for `reason`: when it begins, and again with its `cost` in seconds."""
+        """Record a save for `reason`.
+
+        Called when the save begins, and again with its `cost` in seconds when the call returns.
+        """
         self.metrics.note_metrics(metrics)
         if cost is None:
             self.metrics.note_save()
@@ -262,9 +276,10 @@ class TrainingRun:
         return frozenset({self.run_id, *self._ancestors})
 
     def branch_off(self, run_id: str | None) -> None:
-        """Continue as the run `run_id`, if it is not None.
+        """Continue under the id `run_id`; do nothing if it is None.
 
-        Later checkpoints of the current run do not belong to the new one.
+        The run has gone back to an older checkpoint. The later checkpoints under the old id do not
+        belong to what is trained now.
         """
         if run_id is not None:
             self._ancestors.add(self.run_id)
@@ -282,7 +297,7 @@ class TrainingRun:
         return {"step": step, "metrics": dict(metrics or last_metrics), "run_id": self.run_id}
 
     def watch_loop(self, batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
-        """Yield the batches of a training loop, and remind it of `step` if it does not call it."""
+        """Yield the batches of a training loop, and warn if it does not call `step`."""
         self._watch_steps()
         yield from self.reminder.watch_batches(batches, self._current_models, is_main=ranks.is_main)
 
@@ -291,7 +306,7 @@ class TrainingRun:
         self.reminder.remind(self._current_models, is_main=is_main)
 
     def _current_models(self) -> list[nn.Module]:
-        """Return the models of the run, [] before one is prepared or registered."""
+        """Return the models of the run; [] before one is prepared or registered."""
         if self.objects.main_model is None:
             return []
         return list(self.objects.models().values())
@@ -306,7 +321,7 @@ class TrainingRun:
         self.steps.watch_optimizers(self.objects.plain_optimizers())
 
     def _epochs_done(self) -> int:
-        """Return the completed passes over the data, in whole multiples of `every.epochs`."""
+        """Return the number of completed passes over the data, rounded down to `every.epochs`."""
         every = self.config.every
         epochs = 1
         if every is not None and every.epochs is not None:

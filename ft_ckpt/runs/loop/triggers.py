@@ -1,4 +1,8 @@
-"""Triggers of saves during a run, agreed on by all ranks: clocks, signals and rehearsals."""
+"""Decides on saves by clocks and signals, together on all ranks; and runs rehearsals.
+
+A rehearsal is a run of a script for `ft-ckpt check-resume`, which records each step and ends the
+script early.
+"""
 
 import json
 import os
@@ -21,17 +25,23 @@ from ft_ckpt.storage.local import LocalStore
 
 
 class ClockPoll:
-    """Polls all ranks of a run to decide on saves, by rank 0's clock and by signals of any rank."""
+    """Decides on saves by the clock of rank 0 and by the signals that any rank has received.
+
+    Clocks and signals differ between ranks, so all ranks exchange them at some steps (a poll).
+    """
 
     def __init__(self, every: Every | None) -> None:
         self._every = every
         self._watch = SignalWatch(every.signals if every is not None else ())
-        self._goes_on = True  # whether to poll; rank 0 decides, because environments may differ
+        # whether to poll; rank 0 decides, because environments may differ
+        self._goes_on = True
+        # step of the next poll
         self._next_step = 1
-        self._poll_seconds = 1.0  # the least measured cost of a poll of all ranks
+        # shortest time that a poll has taken
+        self._poll_seconds = 1.0
 
     def resume_at(self, step: int) -> None:
-        """Poll after the next step: the run is at `step` on all ranks."""
+        """Poll after the step that follows `step`, at which the run is on all ranks."""
         self._next_step = step + 1
 
     def reason_to_save(self, history: History, step: int, ranks: Ranks) -> str | None:
@@ -39,7 +49,9 @@ class ClockPoll:
 
         Returns None if there is no reason, or if no poll is due.
         """
-        if self._every is None or not self._goes_on or (ranks.size > 1 and step < self._next_step):
+        if self._every is None or not self._goes_on:
+            return None
+        if ranks.size > 1 and step < self._next_step:
             return None
         begun = time.monotonic()
         signal = self._watch.received
@@ -67,25 +79,35 @@ class ClockPoll:
 
 
 def _merge_polls(polls: Values) -> dict[str, Any]:
-    """Combine rank 0's decision with the first signal that any rank received."""
-    return {**polls[0], "signal": next((poll["signal"] for poll in polls if poll["signal"]), None)}
+    """Return rank 0's decision, with the first signal that a rank has received."""
+    signals = [poll["signal"] for poll in polls if poll["signal"]]
+    return {**polls[0], "signal": signals[0] if signals else None}
 
 
+# environment variable with the `Rehearsal` as JSON
 VARIABLE = "FT_CKPT_REHEARSAL"
-END = "rehearsal-end"  # folder of the checkpoint after the last step
+# folder of the checkpoint after the last step
+END = "rehearsal-end"
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The task of a script that `check-resume` rehearses.
+    """What a script does when `check-resume` rehearses it.
 
     The script ends with exit code 0 on all ranks, after a checkpoint.
+
+    Attributes:
+        directory: The folder for checkpoints, instead of the saver's own.
+        record: The file to which rank 0 adds a line of JSON for each step.
+        steps: The step after which the script ends with a checkpoint called END.
+        stop: The step after which the script ends with a checkpoint to resume from. None: it goes
+            on to `steps`.
     """
 
-    directory: str  # for checkpoints, instead of the saver's own
-    record: str  # file to which rank 0 adds a line of JSON for each step
-    steps: int  # the script ends after this one, with a checkpoint called END
-    stop: int | None = None  # the script ends after this one, with a checkpoint to resume from
+    directory: str
+    record: str
+    steps: int
+    stop: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -95,34 +117,36 @@ class Rehearsal:
 class Step:
     """The record of one step of a rehearsal.
 
-    Numbers are exact hexadecimal text, such as "0x1.8p+1".
+    Attributes:
+        number: The number of the step.
+        metrics: The metrics as exact hexadecimal text, such as "0x1.8p+1".
+        batches: A digest of the batches that `saver.remaining` has yielded since the previous step.
+            None if there were none.
     """
 
     number: int
     metrics: Mapping[str, str]
-    # digest of the batches of `saver.remaining` since the previous step; None without any
     batches: str | None
 
 
 class Recorder:
-    """The part of a rehearsal in the script's process.
-
-    The recorder records batches and steps, and ends the script.
-    """
+    """Records the batches and steps of a rehearsed script, in its process, and ends it."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self.directory = rehearsal.directory
         self._rehearsal = rehearsal
+        # running digest of the batches since the last step; None without any
         self._batches: Any = None
-        with suppress(NameTakenError):  # an empty file: a saver was made, and no step recorded
-            _store_of(Path(rehearsal.record)).write(
-                Path(rehearsal.record).name, b"", create_only=True
-            )
+        # An empty record says that the script has made a saver.
+        record = Path(rehearsal.record)
+        with suppress(NameTakenError):
+            _store_of(record).write(record.name, b"", create_only=True)
 
     def watch_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches, and add their contents to the digest of the step."""
         for batch in batches:
-            self._batches = self._batches or xxhash.xxh3_128()
+            if self._batches is None:
+                self._batches = xxhash.xxh3_128()
             _digest_value(self._batches, batch)
             yield batch
 
@@ -134,17 +158,16 @@ class Recorder:
         is_main: bool,
         save: Callable[[Path | None], object],
     ) -> None:
-        """Record the step; after the last one save, and end the process (SystemExit).
+        """Record a step. After the last one save, and end the process (SystemExit).
 
-        On every rank.
+        Call it on every rank. `save` saves to a path, or with None to the run's directory. If
+        `is_saved`, the step has a checkpoint already.
         """
         if is_main:
             digest = None if self._batches is None else self._batches.hexdigest()
-            exact = {name: float(value).hex() for name, value in metrics.items()}
-            record, line = (
-                Path(self._rehearsal.record),
-                json.dumps(asdict(Step(number, exact, digest))) + "\n",
-            )
+            exact_metrics = {name: float(value).hex() for name, value in metrics.items()}
+            line = json.dumps(asdict(Step(number, exact_metrics, digest))) + "\n"
+            record = Path(self._rehearsal.record)
             store = _store_of(record)
             store.write(record.name, store.read(record.name) + line.encode())
         self._batches = None
@@ -158,9 +181,9 @@ class Recorder:
 
 
 def start_recorder() -> Recorder | None:
-    """Return the recorder of this process if it is part of a rehearsal.
+    """Return the recorder of this process; None if this is no rehearsal.
 
-    Raises ConfigError if the variable is invalid.
+    Raises ConfigError if the environment variable is invalid.
     """
     text = os.environ.get(VARIABLE)
     if not text:
@@ -183,15 +206,15 @@ def read_steps(record: Path) -> list[Step] | None:
 
 
 def _store_of(record: Path) -> LocalStore:
-    """Open the folder of the record, whose files need not survive a crash."""
+    """Open the folder of the record. Its files need not survive a crash."""
     return LocalStore(record.parent, syncs=False)
 
 
 def _digest_value(digest: Any, value: Any) -> None:
     """Add the contents of a batch to `digest`.
 
-    Tensors and arrays, also inside mappings and sequences, are added by bytes; strings and numbers
-    by value; other objects by class.
+    Tensors and arrays are added by their bytes, strings and numbers by their values, and other
+    objects by their class. Mappings, lists and tuples are added item by item.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -208,9 +231,7 @@ def _digest_value(digest: Any, value: Any) -> None:
         digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     elif hasattr(value, "tobytes"):
         digest.update(value.tobytes())
+    elif isinstance(value, (str, bytes, int, float)):
+        digest.update(repr(value).encode())
     else:
-        digest.update(
-            (
-                repr(value) if isinstance(value, (str, bytes, int, float)) else type(value).__name__
-            ).encode()
-        )
+        digest.update(type(value).__name__.encode())

@@ -1,7 +1,8 @@
-"""The state of optimizers: parameter groups and tensors by parameter name.
+"""The state of optimizers: parameter groups, and tensors by the names of parameters.
 
-Nothing here communicates between ranks. Begin at `kinds`: what a run asks of an optimizer, whoever
-partitions it. `torch_optimizers` is the kind of plain torch.
+Nothing here communicates between ranks. Begin at `kinds`: the interface through which a run reads
+and restores an optimizer, whichever engine shards it. `torch_optimizers` implements it for plain
+PyTorch.
 """
 
 import lazy_loader

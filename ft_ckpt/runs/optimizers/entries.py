@@ -1,6 +1,10 @@
-"""The tensors in a parameter's optimizer state.
+"""Describes the tensors in the optimizer state of a parameter, and makes them again.
 
-Each has an entry in the description and a source; a resume fills an empty tensor.
+Each tensor has an entry in the description, and a source that says which elements this rank holds.
+A resume makes an empty tensor from the entry, and reads the elements of the source into it.
+
+FSDP1 and ZeRO shard a parameter as a run: consecutive elements of the flattened tensor. The owner
+of a state tensor is the source of its parameter.
 """
 
 from dataclasses import replace
@@ -17,7 +21,10 @@ from ft_ckpt.runs.optimizers.values import Entry, encode_if_plain, flatten_conta
 
 
 def state_entry(key: Any, value: Any, parameter: Any, owner: Source) -> tuple[Entry, list[str]]:
-    """Return the entry of a value in the state of `parameter`, and why it cannot be saved."""
+    """Return the entry of the value `key` in the state of `parameter`, and its problems.
+
+    The value can be saved if there are no problems.
+    """
     if type(key) is not str:
         return {}, [f"{key!r}: a key of type {type(key).__name__}, expected str"]
     if isinstance(value, Tensor):
@@ -39,7 +46,7 @@ def state_entry(key: Any, value: Any, parameter: Any, owner: Source) -> tuple[En
 
 
 def entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
-    """Return the source of one state tensor; `value` is this rank's part, or None."""
+    """Return the source of a state tensor. `value` has this rank's elements of it, or is None."""
     name = f"{owner.name}/{key}"
     dtype = dtype_of(entry["dtype"])
     if is_distributed(value):
@@ -50,7 +57,7 @@ def entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     if is_run and has_shape_of(entry, owner):
         engine = owner.engine
         sharding, local = state_run(owner.live, value)
-    else:  # a rank without a run of the parameter has no state
+    else:  # the tensor is not sharded: one rank stores it
         engine = "plain"
         is_replicated = "rank" not in entry and not is_run
         sharding = OwnedSharding(shape, entry.get("rank", 0), is_replicated)
@@ -60,7 +67,7 @@ def entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
 
 
 def empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
-    """Create zeros for this rank's part of the tensor that `entry` describes."""
+    """Create zeros for this rank's elements of the tensor that `entry` describes."""
     dtype = dtype_of(entry["dtype"])
     device = torch.device("cpu") if entry["host"] else parameter.device
     if "stride" in entry and not is_distributed(parameter) and not shows_runs(owner.live):
@@ -73,11 +80,15 @@ def empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
 
 
 def has_shape_of(entry: Any, owner: Source) -> bool:
-    """Check whether a state tensor has the shape of its parameter, instead of one number."""
+    """Check whether a state tensor has the shape of its parameter.
+
+    A number, such as a count of steps, has not.
+    """
     return bool(entry["shape"]) and tuple(entry["shape"]) == owner.shape
 
 
 def _tensor_entry(value: Tensor, parameter: Any, owner: Source) -> Entry:
+    """Return the entry of a tensor: "shape", "dtype", "host", and "stride" if it is unusual."""
     host = value.device.type == "cpu" and parameter.device.type != "cpu"
     is_run = shows_runs(owner.live) and value.shape == parameter.shape
     shape = list(owner.shape if is_run else value.shape)
@@ -94,7 +105,7 @@ def _tensor_entry(value: Tensor, parameter: Any, owner: Source) -> Entry:
 
 
 def _tensor_problem(value: Tensor, source: Source, parameter: Any) -> str | None:
-    """Tell why a tensor in the state of `parameter` cannot be saved; return None if it can."""
+    """Return why a tensor in the state of `parameter` cannot be saved; None if it can."""
     if is_distributed(value):
         if value.numel() == 1 or value.shape == parameter.shape:
             return None

@@ -1,4 +1,7 @@
-"""The parameter groups of an optimizer: their settings, and which live one is which stored one."""
+"""Reads, compares and restores the parameter groups of an optimizer.
+
+A live group is one of the optimizer of this run. A description has the stored groups.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,12 +14,12 @@ from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.runs.optimizers.values import decode_setting, encode_setting, set_setting
 
-# a live group, and the values described for it
+# a live group, and the stored values of its settings
 GroupValues = tuple[dict[str, Any], Mapping[str, Any]]
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group without its parameters, by key.
+    """Return the settings of a group by key, without its parameters.
 
     Raises SelectionError for a setting that cannot be saved.
     """
@@ -24,7 +27,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsaveable_settings(number: int, group: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why settings of the group with this number cannot be saved."""
+    """Return why settings of the group `number` cannot be saved; [] if all can."""
     problems: list[str] = []
     for key, value in group.items():
         if key == "params":
@@ -42,33 +45,36 @@ def match_groups(
     description: Mapping[str, Any],
     sources: Mapping[str, Source],
 ) -> tuple[list[GroupValues], list[str]]:
-    """Pair live groups with described ones.
+    """Find the stored group of each live group.
 
-    Returns each group with its described values, and notes. `names_of_groups` has the parameter
-    names of each live group. Groups are compared by position and by all names in them. ZeRO drops
-    frozen parameters: those without state may be on one side only while they are frozen. Raises
-    LoadError for any other difference.
+    `names_of_groups` has the names of the parameters in each live group. Groups match by position
+    if all of them have the same parameters as the stored ones, or else by their parameters. Only
+    parameters that both sides have are compared, because ZeRO drops frozen parameters.
+
+    Returns each live group with its stored values, and notes for the report. Raises LoadError if a
+    trained parameter is on one side only, or if the groups divide the parameters otherwise.
     """
-    canonical = _canonical_names(sources)
+    first_names = _first_names(sources)
 
-    def canonical_names(names: Iterable[str]) -> set[str]:
-        return {canonical.get(name, name) for name in names}
+    def untie(names: Iterable[str]) -> set[str]:
+        return {first_names.get(name, name) for name in names}
 
-    stored = [canonical_names(group["params"]) for group in description["groups"]]
-    with_state = canonical_names(description["state"])
+    stored_groups = [untie(group["params"]) for group in description["groups"]]
+    names_with_state = untie(description["state"])
     live_names = set().union(*names_of_groups)
-    stored_names = set().union(*stored)
-    problems = _group_differences(live_names, stored_names, with_state, sources)
-    shared_live = [live_names & stored_names & set(names) for names in names_of_groups]
-    shared_stored = [names & live_names for names in stored]
-    has_same_order = shared_live == shared_stored
+    stored_names = set().union(*stored_groups)
+    problems = _group_differences(live_names, stored_names, names_with_state, sources)
+    # the parameters that both sides have, in each live group and in each stored group
+    common_live = [live_names & stored_names & set(names) for names in names_of_groups]
+    common_stored = [names & live_names for names in stored_groups]
+    has_same_order = common_live == common_stored
     positions: dict[frozenset[str], int] = {}
-    for index, names in enumerate(shared_stored):
+    for index, names in enumerate(common_stored):
         if names:
             positions[frozenset(names)] = index
     pairs: list[GroupValues] = []
     notes: list[str] = []
-    for number, (group, names) in enumerate(zip(groups, shared_live, strict=True)):
+    for number, (group, names) in enumerate(zip(groups, common_live, strict=True)):
         position = number if has_same_order else positions.get(frozenset(names))
         if position is not None:
             pairs.append((group, description["groups"][position]["values"]))
@@ -90,7 +96,7 @@ def match_groups(
 
 
 def check_group_settings(groups: Iterable[GroupValues]) -> None:
-    """Raise LoadError for described values whose type differs from the live group's."""
+    """Raise LoadError for stored values of another type than those of the live group."""
     problems: list[str] = []
     for group, values in groups:
         for key, stored in values.items():
@@ -102,14 +108,14 @@ def check_group_settings(groups: Iterable[GroupValues]) -> None:
 
 
 def set_groups(groups: Iterable[GroupValues]) -> None:
-    """Set the described values of each group."""
+    """Set each live group to its stored values."""
     for group, values in groups:
         for key, value in values.items():
             set_setting(group, key, value)
 
 
-def _canonical_names(sources: Mapping[str, Source]) -> dict[str, str]:
-    """Map each name to the first name of the same parameter."""
+def _first_names(sources: Mapping[str, Source]) -> dict[str, str]:
+    """Return for each name the first name of the same parameter: tied ones have several."""
     first_names: dict[int, str] = {}
     for name, source in sources.items():
         first_names.setdefault(source.key, name)
@@ -119,7 +125,8 @@ def _canonical_names(sources: Mapping[str, Source]) -> dict[str, str]:
 def _can_replace(key: str, value: Any, live: Any) -> bool:
     """Check whether a stored setting may replace a live one.
 
-    Values of one type may replace each other, and None and a value may, except for "lr".
+    Both must be of the same kind: numbers, truth values, or one other type. One of the two may be
+    None, except for "lr".
     """
     if value is None or live is None:
         return value is live or key != "lr"
@@ -131,6 +138,7 @@ def _can_replace(key: str, value: Any, live: Any) -> bool:
 
 
 def _kind_of_setting(value: Any) -> str:
+    """Return "number", "bool" or the name of another type: 0.1 and a tensor of it are numbers."""
     if isinstance(value, Tensor):
         return "bool" if value.dtype == torch.bool else "number"
     if isinstance(value, (bool, np.bool_)):
@@ -141,17 +149,25 @@ def _kind_of_setting(value: Any) -> str:
 
 
 def _group_differences(
-    live: set[str], stored: set[str], with_state: set[str], sources: Mapping[str, Source]
+    live_names: set[str],
+    stored_names: set[str],
+    names_with_state: set[str],
+    sources: Mapping[str, Source],
 ) -> list[str]:
-    """Describe the parameters that only one side trains."""
+    """Return a sentence for each parameter that only one side trains.
+
+    A parameter that is frozen here and has no stored state may be on one side only.
+    """
 
     def is_trained(name: str) -> bool:
-        return sources[name].trainable or name in with_state
+        return sources[name].trainable or name in names_with_state
 
-    only_stored = {name for name in (stored | with_state) - live if name not in sources}
-    only_stored |= {name for name in stored - live if name in sources and is_trained(name)}
+    only_stored: set[str] = set()
+    for name in (stored_names | names_with_state) - live_names:
+        if name not in sources or (name in stored_names and is_trained(name)):
+            only_stored.add(name)
     differences = []
-    for name in sorted(live - stored):
+    for name in sorted(live_names - stored_names):
         if is_trained(name):
             differences.append(f"{name}: trained here, not in the checkpoint's optimizer")
     for name in sorted(only_stored):

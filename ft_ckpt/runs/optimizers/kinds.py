@@ -1,4 +1,7 @@
-"""What a run asks of its optimizers, with one kind for each way in which they keep their state."""
+"""Defines the interface through which a run reads and restores its optimizers.
+
+A kind is one way in which optimizers keep their state: as PyTorch does, or as DeepSpeed's ZeRO.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -10,10 +13,16 @@ from torch import Tensor
 from ft_ckpt.extension_points import load_extension
 from ft_ckpt.ranks.sharding import Source
 
-# {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
+# The state of an optimizer as JSON, with the shapes and dtypes of its tensors in their place:
+# {
+#   "class": "AdamW",
+#   "groups": [{"params": ["head.weight"], "values": {"lr": ...}}],
+#   "state": {"head.weight": {"exp_avg": entry, "step": entry}},
+# }
+# `values` says what an entry is.
 Description = dict[str, Any]
 
-# The kinds in the order in which `recognizes` is called. Importing them imports no engine.
+# The kinds. The first that recognizes an optimizer is taken. Importing them imports no engine.
 _KINDS = (
     "ft_ckpt.extensions.deepspeed.zero_optimizer:ZeroOptimizers",
     "ft_ckpt.runs.optimizers.torch_optimizers:TorchOptimizers",
@@ -22,10 +31,10 @@ _ENGINE_COUNTERS = "ft_ckpt.extensions.deepspeed.engine_numbers:EngineCounters"
 
 
 class OptimizerKind(ABC):
-    """The state of one kind of optimizers by parameter name, and its restoration.
+    """Describes and restores the state of one kind of optimizers.
 
-    Methods take an optimizer without Accelerate's wrapper, and the `sources` of the models it
-    trains, by label. No tensor moves between ranks, except in `after_restore`.
+    Methods take an optimizer without Accelerate's wrapper. `sources` are the tensors of the models
+    that it trains, by label. No tensor moves between ranks, except in `after_restore`.
     """
 
     uses_model_gradients = True
@@ -37,7 +46,7 @@ class OptimizerKind(ABC):
 
     @abstractmethod
     def describe(self, optimizer: Any, sources: Mapping[str, Source]) -> Description:
-        """Describe this rank's part of the state as JSON: plain values, tensors' shapes and dtypes.
+        """Describe the state that this rank has.
 
         Raises SelectionError naming what cannot be saved.
         """
@@ -48,8 +57,8 @@ class OptimizerKind(ABC):
     ) -> dict[str, Source]:
         """Return the tensors of the described state as sources, by "parameter/key".
 
-        The names are the same on every rank. Raises SelectionError naming state that this rank
-        lacks for its parts of parameters, and other ranks have.
+        The names are the same on every rank. Raises SelectionError naming state that other ranks
+        have and this rank lacks, although it holds elements of the parameter.
         """
 
     @abstractmethod
@@ -70,40 +79,41 @@ class OptimizerKind(ABC):
         fill: Callable[[Source], Any],
         later: Callable[[Source], Any] | None = None,
     ) -> tuple[str, ...]:
-        """Set the described state; `fill` reads this rank's elements of a source. Returns notes.
+        """Restore the described state, and return notes for the report.
 
-        `later`, if given, collects sources to be filled together after the return. Raises LoadError
-        for parameters or groups on one side only.
+        `fill` reads this rank's elements of a source at once. If `later` is given, it is called
+        instead for sources that may be filled after the return, so that the caller reads them
+        together. Raises LoadError if only one side has a parameter or a group.
         """
 
     def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
-        """Return the torch optimizer whose steps alone change the captured tensors.
+        """Return the torch optimizer whose steps change the captured tensors.
 
-        The second value has the tensors that its steps change besides its own. Returns (None, [])
-        if captured tensors change at other moments too.
+        The second value has the tensors that its steps change besides its parameters and state.
+        Returns (None, []) if captured tensors change at other moments too.
         """
         return optimizer, []
 
     def before_restore(self, optimizer: Any) -> None:  # noqa: B027 - most kinds do nothing here
-        """Prepare the optimizer once weights are restored, before any optimizer is."""
+        """Prepare the optimizer after the weights and before any optimizer is restored."""
 
     def after_restore(self, optimizer: Any) -> None:  # noqa: B027 - most kinds do nothing here
-        """Finish the restore of the optimizer when everything is restored on all ranks.
+        """Finish the restore of the optimizer, after everything was restored on all ranks.
 
-        Collective: called on every rank.
+        Collective: call it on every rank.
         """
 
     def is_accumulating(self, optimizer: Any) -> bool:
-        """Check whether the optimizer holds gradients of an unfinished step (never captured)."""
+        """Check whether the optimizer holds gradients of an unfinished step, which no save has."""
         return False
 
     def unsaveable_state(self, optimizer: Any) -> list[str]:
-        """Return the reasons, known before the first step, why the state can never be saved."""
+        """Return why the state can never be saved, as far as it is known before a step."""
         return []
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside Accelerate's wrapper, or an unwrapped optimizer itself."""
+    """Return the optimizer inside Accelerate's wrapper, or `optimizer` if it has no wrapper."""
     while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
@@ -115,9 +125,9 @@ def kind_of_optimizer(optimizer: Any) -> OptimizerKind | None:
 
 
 def engine_counters(engine: Any) -> Any:
-    """Return the counters of a DeepSpeed engine, as an object with a state dict.
+    """Return the counters of a DeepSpeed engine as an object with a state dict.
 
-    Returns None for other objects.
+    Returns None if `engine` is another object.
     """
     if not hasattr(engine, "global_samples"):
         return None

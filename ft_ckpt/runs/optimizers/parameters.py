@@ -1,4 +1,4 @@
-"""Which sources of a run's models the parameters of an optimizer hold."""
+"""Finds the model tensors (sources) that belong to the parameters of an optimizer."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,26 +10,29 @@ from ft_ckpt.ranks.wrappers import optimizer_parameter
 
 
 def sources_by_parameter(sources: Mapping[str, Source]) -> dict[int, list[Source]]:
-    """Map the id of each parameter to its sources: one, or several for an FSDP1 flat parameter."""
+    """Return the sources of each parameter, by the `id` of the parameter.
+
+    A parameter has one source. A flat parameter of FSDP1 holds several tensors, so it has several.
+    """
     owners: dict[int, list[Source]] = {}
     seen: set[int] = set()
     for source in sources.values():
         if source.key in seen:
-            continue  # a tied name
+            continue  # another name of a tied tensor
         seen.add(source.key)
         owners.setdefault(id(parameter_of(source)), []).append(source)
     return owners
 
 
 def parameter_of(source: Source) -> Any:
-    """Return the parameter object of `source` in an optimizer, or the tensor itself."""
+    """Return the object that an optimizer holds for the tensor of `source`."""
     return optimizer_parameter(source.live)
 
 
 def names_of_groups(
     groups: Iterable[Mapping[str, Any]], sources: Mapping[str, Source]
 ) -> list[list[str]]:
-    """Return the names of the parameters in each group of an optimizer; of tied names the first."""
+    """Return the names of the parameters in each group; a tied parameter has its first name."""
     owners = sources_by_parameter(sources)
     names_by_group = []
     for group in groups:
@@ -41,16 +44,19 @@ def names_of_groups(
 
 
 def trained_identities(optimizer: Any, sources: Mapping[str, Source]) -> frozenset[int]:
-    """Return the identities of the sources whose parameters have state in the optimizer."""
+    """Return the keys of the sources whose parameters have state in the optimizer."""
     owners = sources_by_parameter(sources)
-    identities: set[int] = set()
+    keys: set[int] = set()
     for parameter in stateful_parameters(optimizer):
-        identities.update(source.key for source in owners.get(id(parameter), []))
-    return frozenset(identities)
+        keys.update(source.key for source in owners.get(id(parameter), []))
+    return frozenset(keys)
 
 
 def stateful_parameters(optimizer: Any) -> list[Any]:
-    """Return the parameters that have state: in the order of the groups, then those in no group."""
+    """Return the parameters that have state.
+
+    They come in the order of the groups. Parameters that are in no group come last.
+    """
     by_id: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,8 +1,10 @@
-"""The state of torch optimizers by parameter name, and its restoration.
+"""Describes and restores the state of torch optimizers by the names of parameters.
 
-`describe` describes this rank's state, and `merge_descriptions` merges the descriptions of all
-ranks; `state_tensors` gives the tensors as sources, sharded like their parameters; `restore`
-creates the state again, for any order of parameters, number of ranks or wrapper at the save.
+1. `describe` describes the state on this rank.
+2. `merge_descriptions` merges the descriptions of all ranks.
+3. `state_tensors` returns the tensors as sources, sharded like their parameters.
+4. `restore` makes the state again. The order of the parameters, the number of ranks and the wrapper
+   of the model may differ from those of the save.
 """
 
 from collections.abc import Callable, Mapping, ValuesView
@@ -46,12 +48,12 @@ from ft_ckpt.runs.optimizers.values import (
     unpack,
 )
 
-_KEYS = ("state", "param_groups")  # of a state dict of torch
+_STATE_DICT_KEYS = ("state", "param_groups")
 _BESIDE = "state under keys that are not parameters"
 
 
 class TorchOptimizers(OptimizerKind):
-    """Optimizers of torch, and others that have its `param_groups` and its `state` by parameter."""
+    """Optimizers of torch, and subclasses that keep `param_groups` and `state` as torch does."""
 
     def recognizes(self, optimizer: Any) -> bool:
         return isinstance(optimizer, Optimizer)
@@ -60,8 +62,8 @@ class TorchOptimizers(OptimizerKind):
         """Describe the state as `OptimizerKind.describe` does.
 
         `requires_grad` of the `sources` does not matter. Raises SelectionError naming what cannot
-        be saved: tensor subclasses, Python objects, parameters of unknown models, further entries
-        of its state dict.
+        be saved: tensor subclasses, Python objects, parameters of unknown models, and other keys of
+        the state dict than "state" and "param_groups".
         """
         owners = sources_by_parameter(sources)
         problems = self.unsaveable_state(optimizer)
@@ -80,9 +82,9 @@ class TorchOptimizers(OptimizerKind):
             "groups": groups,
             "state": state,
         }
-        beside = _other_state(optimizer)
-        if beside:
-            description["beside"] = pack(beside, _BESIDE)
+        other_state = _other_state(optimizer)
+        if other_state:
+            description["beside"] = pack(other_state, _BESIDE)
         return description
 
     def state_tensors(
@@ -94,14 +96,14 @@ class TorchOptimizers(OptimizerKind):
             owner = sources[name]
             state = optimizer.state.get(parameter_of(owner), {})
             is_sharded = shows_runs(owner.live) or is_distributed(owner.live)
-            has_part = is_sharded and owner.local is not None and owner.local.numel() > 0
+            has_elements = is_sharded and owner.local is not None and owner.local.numel() > 0
             for key, entry in entries.items():
                 leaves = tensors_of_entry(key, entry)
                 live: list[Any] = [None] * len(leaves)
                 if key in state:
                     live = tensors_of_value(state[key])
                 for (label, leaf), tensor in zip(leaves, live, strict=True):
-                    if tensor is None and has_part and has_shape_of(leaf, owner):
+                    if tensor is None and has_elements and has_shape_of(leaf, owner):
                         missing.append(f"{name}: {label}")
                     if f"{name}/{label}" in tensors:
                         raise SelectionError(
@@ -126,19 +128,22 @@ class TorchOptimizers(OptimizerKind):
         fill: Callable[[Source], Any],
         later: Callable[[Source], Any] | None = None,
     ) -> tuple[str, ...]:
-        """Restore the state as `OptimizerKind.restore` does; all sources can be filled `later`.
+        """Restore the state as `OptimizerKind.restore` does. All sources may be filled `later`.
 
-        State is matched by name, groups by the names in them. State that is not described is
-        dropped, so that nothing of later steps remains.
+        State is found by the names of parameters, and groups by the names in them. State that is
+        not described is dropped, so that nothing of later steps remains.
         """
-        fill = later or fill
+        if later is not None:
+            fill = later
         names = names_of_groups(optimizer.param_groups, sources)
         groups, notes = match_groups(optimizer.param_groups, names, description, sources)
         state = _restored_state(description, sources, fill)
-        beside: dict[Any, Any] = unpack(description["beside"]) if "beside" in description else {}
+        other_state: dict[Any, Any] = {}
+        if "beside" in description:
+            other_state = unpack(description["beside"])
         optimizer.state.clear()
-        optimizer.state.update({**state, **beside})
-        # of ZeRO: more exact than the half-precision weights
+        optimizer.state.update({**state, **other_state})
+        # A run under ZeRO has stored master weights, which are more exact than half-precision ones.
         for name, dtype in description.get("masters", {}).items():
             if sources[name].dtype == dtype_of(dtype):
                 fill(replace(sources[name], name=f"{name}/master"))
@@ -155,13 +160,14 @@ class TorchOptimizers(OptimizerKind):
         problems = []
         if isinstance(optimizer, torch.optim.LBFGS):
             problems.append("its state belongs to all parameters together")
-        inner = "an optimizer with state of its own; register that one in its place, or give both"
-        problems += [
-            f"its {name!r} is {inner} one `state`" for name in _inner_optimizers(optimizer)
-        ]
+        for name in _inner_optimizers(optimizer):
+            problems.append(
+                f"its {name!r} is an optimizer with state of its own; register that one in its "
+                "place, or give both one `state`"
+            )
         if not problems and type(optimizer).state_dict is not Optimizer.state_dict:
-            further = [key for key in optimizer.state_dict() if key not in _KEYS]
-            problems += [f"its state dict has {key!r} too" for key in further]
+            other_keys = [key for key in optimizer.state_dict() if key not in _STATE_DICT_KEYS]
+            problems += [f"its state dict has {key!r} too" for key in other_keys]
         try:
             pack(_other_state(optimizer), _BESIDE)
         except SelectionError as error:
@@ -182,10 +188,11 @@ def refuse_missing_state(optimizer: Any, missing: list[str]) -> None:
 
 
 def is_schedule_free_in_training(optimizer: Any) -> bool:
-    """Check whether a schedule-free optimizer has put the weights where gradients are computed.
+    """Check whether a schedule-free optimizer is in train mode.
 
-    The other point is the average of the weights. Such optimizers switch by `train` and `eval`, and
-    have the mode in their groups, or as an attribute.
+    In train mode the weights are those at which gradients are computed. In eval mode they are the
+    average that the model is evaluated by. Such optimizers have methods `train` and `eval`, and the
+    mode is in their groups or in an attribute.
     """
     switches = [getattr(optimizer, name, None) for name in ("train", "eval")]
     if not all(callable(switch) for switch in switches):
@@ -197,7 +204,10 @@ def is_schedule_free_in_training(optimizer: Any) -> bool:
 def _describe_groups(
     optimizer: Any, owners: Mapping[int, list[Source]], has_problems: bool
 ) -> tuple[list[Description], list[str]]:
-    """Describe the groups (without settings if `has_problems`), and return their problems."""
+    """Return the descriptions of the groups, and their problems.
+
+    The settings are left out if there are problems.
+    """
     groups: list[Description] = []
     problems: list[str] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -215,7 +225,7 @@ def _describe_groups(
 def _describe_state(
     optimizer: Any, owners: Mapping[int, list[Source]]
 ) -> tuple[Description, list[str]]:
-    """Return the entries of each parameter's state, and what cannot be saved."""
+    """Return the entries of each parameter's state by its name, and what cannot be saved."""
     state: Description = {}
     problems: list[str] = []
     for parameter in stateful_parameters(optimizer):
@@ -236,12 +246,12 @@ def _describe_state(
 def _restored_state(
     description: Description, sources: Mapping[str, Source], fill: Callable[[Source], Any]
 ) -> dict[Any, dict[str, Any]]:
-    """Return the described state by parameter, with new tensors that `fill` reads."""
+    """Make the described state, by parameter. `fill` reads the elements of each new tensor."""
     by_parameter: dict[Any, dict[str, Any]] = {}
     for name, entries in description["state"].items():
         owner = sources[name]
         parameter = parameter_of(owner)
-        # several sources of an FSDP1 flat parameter share its state
+        # The tensors in an FSDP1 flat parameter share one state.
         state = by_parameter.setdefault(parameter, {})
         for key, entry in entries.items():
             if "value" in entry:
@@ -257,10 +267,10 @@ def _restored_state(
 
 
 def _inner_optimizers(optimizer: Any) -> list[str]:
-    """Name the attributes that are or contain other optimizers with separate state."""
+    """Return the names of attributes that are or contain other optimizers with separate state."""
     names = []
     for name, value in vars(optimizer).items():
-        if name in _KEYS:
+        if name in _STATE_DICT_KEYS:
             continue
         members = value.values() if isinstance(value, Mapping) else value
         if not isinstance(members, (list, tuple, ValuesView)):

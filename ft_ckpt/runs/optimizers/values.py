@@ -1,20 +1,22 @@
-"""The values of an optimizer's groups and state as JSON.
+"""Encodes the values of an optimizer's groups and state as JSON.
 
 A setting of a group is one of:
 
-- `{"value": JSON}`: plain.
-- `{"text": ..., "device": ...}`: with tensors in it, or numbers of numpy; the text has their bytes.
-- `{"tensor": dtype, "value": number}`: a tensor of one element, of unknown shape, in checkpoints up
-  to 0.3.
+- `{"value": JSON}`: a plain value.
+- `{"text": ..., "device": ...}`: a value with tensors or numpy numbers in it. The text has their
+  bytes.
+- `{"tensor": dtype, "value": number}`: a tensor of one element, of unknown shape. ft_ckpt 0.3 and
+  earlier wrote it.
 
 An entry of a parameter's state is one of:
 
-- `{"value": JSON}`: plain.
-- `{"shape": ..., "dtype": ..., "host": ...}`: a tensor, which is stored as one; with "stride" if
-  its elements are in another order in memory than those of a new one: the order decides on the last
-  bits of later products.
+- `{"value": JSON}`: a plain value.
+- `{"shape": ..., "dtype": ..., "host": ...}`: a tensor, which is stored apart. "host" says whether
+  it is in host memory although its parameter is not. "stride" is there if the order of the elements
+  in memory is not that of a new tensor. It is restored, because it decides on the last bits of
+  later products.
 - `{"tree": ..., "leaves": [...]}`: a container with tensors in it, such as a list of
-  preconditioners. A leaf is an entry of a tensor.
+  preconditioners. Each leaf is the entry of a tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,12 +44,14 @@ from ft_ckpt.formats.trees import (
 )
 
 Entry = dict[str, Any]
-LEAVES = frozenset({*PLAIN, DTensor})  # tensor classes in a container
-_MAX_PACKED_BYTES = 1 << 20  # of the tensors in one JSON text
+# classes of the tensors that a container may have
+LEAVES = frozenset({*PLAIN, DTensor})
+# largest size of all tensors in one JSON text
+_MAX_PACKED_BYTES = 1 << 20
 
 
 def encode_if_plain(value: Any) -> Entry | None:
-    """Return {"value": JSON} of a simple value, None for other values."""
+    """Return {"value": JSON} for a plain value, None for any other value."""
     try:
         return {"value": encode_value(value)}
     except SelectionError:
@@ -55,10 +59,10 @@ def encode_if_plain(value: Any) -> Entry | None:
 
 
 def pack(value: Any, name: str) -> Entry:
-    """Encode a value with the bytes of its tensors, as {"text", "device"}.
+    """Encode a value together with the bytes of its tensors, as {"text": ..., "device": ...}.
 
-    Raises SelectionError, beginning with `name`, for other objects, tensors on several kinds of
-    devices, and more than a MiB of tensors.
+    Raises SelectionError for objects that cannot be encoded, for tensors on several kinds of
+    devices, and for more than a MiB of tensors. The error begins with `name`.
     """
     _, leaves, refused = try_flatten(value, NAMES, name)
     if refused:
@@ -74,9 +78,9 @@ def pack(value: Any, name: str) -> Entry:
 
 
 def unpack(packed: Mapping[str, str], device: Any = None) -> Any:
-    """Decode what `pack` has encoded.
+    """Decode a result of `pack`.
 
-    Tensors come to `device`, or by default to the kind of device that they were on. Raises
+    Its tensors are put on `device`, or by default on the kind of device that they were on. Raises
     CorruptError for a damaged text.
     """
     value = load_object(packed["text"])
@@ -86,13 +90,14 @@ def unpack(packed: Mapping[str, str], device: Any = None) -> Any:
 
 def encode_setting(key: str, value: Any) -> Entry:
     """Encode the setting `key` of a group. Raises SelectionError as `pack` does."""
-    return encode_if_plain(value) or pack(value, key)
+    plain = encode_if_plain(value)
+    return pack(value, key) if plain is None else plain
 
 
 def decode_setting(stored: Mapping[str, Any], device: Any = None) -> Any:
-    """Decode a setting, with its tensors on `device`, by default as `unpack` has them.
+    """Decode a setting. Its tensors are put on `device`, with the default of `unpack`.
 
-    Raises CorruptError, LoadError.
+    Raises CorruptError and LoadError.
     """
     if "text" in stored:
         return unpack(stored, device)
@@ -103,9 +108,10 @@ def decode_setting(stored: Mapping[str, Any], device: Any = None) -> Any:
 
 
 def set_setting(group: dict[str, Any], key: str, stored: Mapping[str, Any]) -> None:
-    """Give the group its stored setting.
+    """Set the setting `key` of the group to its stored value.
 
-    A tensor of the same shape and dtype is filled: CUDA graphs refer to it.
+    If it is a tensor of the same shape and dtype, the live tensor is filled and not replaced,
+    because CUDA graphs refer to it.
     """
     live = group.get(key)
     if "tensor" in stored and isinstance(live, Tensor):
@@ -113,7 +119,8 @@ def set_setting(group: dict[str, Any], key: str, stored: Mapping[str, Any]) -> N
         return
     parameter = next(iter(group["params"]), None)
     was_on_host = stored.get("device", "cpu") == "cpu"
-    value = decode_setting(stored, "cpu" if was_on_host or parameter is None else parameter.device)
+    device = "cpu" if was_on_host or parameter is None else parameter.device
+    value = decode_setting(stored, device)
     if isinstance(value, Tensor) and isinstance(live, Tensor):
         if (value.shape, value.dtype) == (live.shape, live.dtype):
             live.copy_(value)
@@ -123,9 +130,9 @@ def set_setting(group: dict[str, Any], key: str, stored: Mapping[str, Any]) -> N
 
 
 def flatten_container(key: str, value: Any) -> tuple[Node, list[Leaf], list[str]]:
-    """Flatten a container `key` in a parameter's state into its nodes and its tensors.
+    """Split the container `key` in a parameter's state into its nodes and its tensors.
 
-    The third result names, by path, what in the container cannot be stored.
+    The third result names what in the container cannot be stored, with the path to it.
     """
     node, leaves, refused = try_flatten(value, NAMES, key, LEAVES)
     arrays = [f"{key}: a numpy array of {leaf.dtype}" for leaf in leaves if leaf.is_array]
@@ -133,7 +140,7 @@ def flatten_container(key: str, value: Any) -> tuple[Node, list[Leaf], list[str]
 
 
 def tensors_of_value(value: Any) -> list[Tensor]:
-    """Return the tensors of a value of a parameter's state, in the order of `tensors_of_entry`."""
+    """Return the tensors of a value in a parameter's state, in the order of `tensors_of_entry`."""
     if isinstance(value, Tensor):
         return [value]
     _, leaves, _ = flatten_container("", value)
@@ -141,7 +148,10 @@ def tensors_of_value(value: Any) -> list[Tensor]:
 
 
 def tensors_of_entry(key: str, entry: Entry) -> list[tuple[str, Entry]]:
-    """Return the stored tensors of an entry `key`: names below the parameter, and entries."""
+    """Return the tensors of the entry `key`, each as its name and its own entry.
+
+    A tensor is named `key`. The tensors of a container are named `key`/0, `key`/1 and so on.
+    """
     if "dtype" in entry:
         return [(key, entry)]
     owner = {"rank": entry["rank"]} if "rank" in entry else {}
@@ -150,17 +160,18 @@ def tensors_of_entry(key: str, entry: Entry) -> list[tuple[str, Entry]]:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int] | None) -> bool:
-    """Check whether a tensor with this stride fills its memory, without overlapping elements."""
+    """Check whether a tensor with this stride has no gaps and no overlaps in memory."""
     if stride is None:
         return True
     if len(stride) != len(shape) or not all(type(step) is int and step >= 0 for step in stride):
         return False
     tensor = torch.empty_strided(shape, stride, device="meta")
-    return torch.empty_like(tensor).stride() == tuple(stride)  # a new one keeps the order only then
+    # `empty_like` keeps the stride of such tensors alone.
+    return torch.empty_like(tensor).stride() == tuple(stride)
 
 
 def build_value(entry: Entry, leaves: Sequence[Tensor]) -> Any:
-    """Build the value of an entry that is not plain, with these tensors in it.
+    """Return the value of an entry that is a tensor or a container, with `leaves` as its tensors.
 
     Raises CorruptError for an invalid tree.
     """

@@ -1,7 +1,8 @@
-"""The saves of a run: on schedule, on request, at the end.
+"""The saves of a run: on schedule, on request, and at the end.
 
 Nothing here captures or restores the state of a run. Begin at `run_saves`. `follow_up` has the
-steps after a commit, `extension_parts` what extensions do for a run.
+steps after a commit. `extension_parts` has the interfaces of uploads, publishes and writers, which
+extensions implement.
 """
 
 import lazy_loader

@@ -1,4 +1,7 @@
-"""The lease of a run's directory, on all ranks of one saver."""
+"""Takes, checks and releases the lease of a run's directory for the ranks of one saver.
+
+A lease is a mark in the directory, which keeps other processes from training into it.
+"""
 
 import os
 from dataclasses import dataclass
@@ -13,30 +16,43 @@ from ft_ckpt.storage.places import Place
 
 @dataclass(eq=False)
 class DirectoryLease:
-    """The lease of the directory of a run: rank 0 has it, the others know that it was taken."""
+    """The lease of the directory of a run. Rank 0 holds it for all ranks.
+
+    Attributes:
+        directory: The directory. Without one there is no lease.
+        lease: The lease on rank 0; None on the other ranks.
+        pid: The id of this process when the lease was taken; None before that. A forked child has
+            another id, and takes the lease again.
+    """
 
     directory: Place | None
-    lease: RunLease | None = None  # on rank 0
-    pid: int | None = None  # on every rank: its process when the lease was taken
+    lease: RunLease | None = None
+    pid: int | None = None
 
     def take(self, config: SaverConfig) -> None:
-        """Take the lease, for the first save or resume of this process.
+        """Take the lease at the first save or resume of this process; later calls do nothing.
 
-        Collective: call it on every rank. A directory that cannot be written now gets no lease,
-        because the save itself reports the error. Saves that are staged do not need the directory,
-        so they request its lease once only. Raises LeaseTakenError naming another process that
-        trains into the directory, RanksDisagreeError if this process has no group of its ranks.
+        Collective: call it on every rank. If the directory cannot be written now, there is no
+        lease, and the next call tries again: the save itself reports the error. With the setting
+        `staging` there is one try only, because saves are committed elsewhere.
+
+        Raises LeaseTakenError naming another process that trains into the directory. Raises
+        RanksDisagreeError if there are several ranks and no process group.
         """
         if self.directory is None or not config.lease or self.pid == os.getpid():
             return
         ranks = current_ranks(config.enter_timeout_seconds, needs_group=True)
-        is_taken, error = ranks.attempt(lambda: self._take_on_leader() if ranks.is_main else False)
-        verdict = ranks.agree("the lease of the run", {"taken": is_taken}, error)
-        if verdict.result["taken"] or config.staging is not None:
+
+        def take_on_leader() -> bool:
+            return self._take() if ranks.is_main else False
+
+        is_taken, error = ranks.attempt(take_on_leader)
+        agreed = ranks.agree("the lease of the run", {"taken": is_taken}, error)
+        if agreed.result["taken"] or config.staging is not None:
             self.pid = os.getpid()
 
     def check(self) -> None:
-        """Raise LeaseTakenError, on rank 0, if another process has taken the directory over."""
+        """Raise LeaseTakenError on rank 0 if another process has taken the directory over."""
         if self.lease is not None:
             self.lease.check()
 
@@ -44,9 +60,11 @@ class DirectoryLease:
         """Release the lease, unless another saver of this process uses it."""
         if self.lease is not None:
             self.lease.leave(self)
-        self.lease = self.pid = None
+        self.lease = None
+        self.pid = None
 
-    def _take_on_leader(self) -> bool:
+    def _take(self) -> bool:
+        """Take the lease, and return whether there is one. Raises LeaseTakenError."""
         assert self.directory is not None
         try:
             self.lease = lease_run(self.directory, self)

@@ -1,6 +1,12 @@
-"""What extensions do for a run: uploads, pushes, publishes, sessions of writers.
+"""Interfaces of what extensions do for a run: uploads, pushes, publishes, sessions of writers.
 
-Import strings name the extensions, which are imported when a saver uses them.
+- An upload copies a checkpoint from the upload folder of a run (the setting `staging`) to its
+  directory in a bucket.
+- A push copies a checkpoint to the Hub or to another place.
+- A publish makes inference servers load the weights.
+- A writer is another process that hands in files for each checkpoint of the run.
+
+The extensions are named by import strings, and imported when a saver uses them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,16 +33,23 @@ _OPEN_SESSION = "ft_ckpt.extensions.rl.writers.session:open_session"
 
 @dataclass(frozen=True)
 class UploadTerms:
-    """The run whose checkpoints are uploaded, and its retention rules."""
+    """What an upload must know of the run.
+
+    Attributes:
+        run_id: The id of the run.
+        own_ids: The ids of the runs whose checkpoints of the same name are replaced.
+        keep: The retention rules of the run.
+        protect: Checkpoints that no rule deletes.
+    """
 
     run_id: str
-    own_ids: Collection[str]  # runs whose checkpoints of the same name are replaced
+    own_ids: Collection[str]
     keep: Keep | None = None
     protect: tuple[Place, ...] = ()
 
 
 class Uploads(Protocol):
-    """Uploads of the checkpoints in the upload folder of a run to its directory in a bucket."""
+    """Uploads checkpoints from the upload folder of a run to its directory in a bucket."""
 
     @property
     def deletion_lock(self) -> AbstractContextManager[Any]:
@@ -46,20 +59,26 @@ class Uploads(Protocol):
         """Check whether the checkpoint is in the upload folder."""
 
     def begin_upload(self, checkpoint: Place, terms: UploadTerms) -> BackgroundJob[Any]:
-        """Upload the checkpoint and all that are not uploaded yet, in the background."""
+        """Upload the checkpoint, and all that are not uploaded yet, in the background."""
 
     def begin_round(self, terms: UploadTerms) -> None:
-        """Start uploading all checkpoints that the bucket lacks."""
+        """Upload all checkpoints that the bucket lacks, in the background."""
 
     def finish(self, seconds: float | None = None) -> str:
-        """Wait for the uploads, at most `seconds`, and return a text on the unfinished ones."""
+        """Wait for the uploads, at most `seconds`. Returns a sentence on unfinished ones, or ""."""
 
     def warn_of_left(self) -> None:
         """Warn of the uploads that go on until the process ends."""
 
 
 class RunPublisher(Protocol):
-    """Publishes checkpoints to servers in the background."""
+    """Publishes checkpoints to servers in the background.
+
+    Attributes:
+        version: The version that was published last.
+        after_resume: What to publish after a resume: "resumed" is the checkpoint itself,
+            "published" is the version that the servers had when it was saved.
+    """
 
     version: str | None
     after_resume: str
@@ -68,21 +87,24 @@ class RunPublisher(Protocol):
         """Publish the checkpoint at `place`."""
 
     def end(self, *, wait_for: bool) -> None:
-        """Wait for all publishes, or only warn of those that have not ended."""
+        """Wait for all publishes, or only warn of those that have not ended yet."""
 
 
 class WriterSession(Protocol):
-    """A session of writers, whose files become a part of each checkpoint; on rank 0."""
+    """A session with the writers of a run, on rank 0. Their files become part of checkpoints."""
 
     @property
     def token(self) -> str:
-        """A text that distinguishes the session from others of the run."""
+        """A text that distinguishes this session from other sessions of the run."""
 
     def ask(self, step: int) -> None:
         """Ask the writers for their files of this step."""
 
     def collect(self, step: int, stage: Store) -> tuple[list[FileRecord], list[str]]:
-        """Move the writers' files into the stage of a save; return their records, and notes."""
+        """Move the files of the writers into `stage`, the folder of an unfinished save.
+
+        Returns the records of the files, and notes for the report.
+        """
 
     def note_committed(self, checkpoint: Place) -> None:
         """Tell the writers that the checkpoint is committed."""
@@ -109,7 +131,10 @@ def open_publisher(setting: Any) -> RunPublisher:
 def begin_push(
     checkpoint: Place, destination: str | Place, base_id: str | None
 ) -> BackgroundJob[Any]:
-    """Push the checkpoint in the background; `base_id` is the Hub's name of an adapter's base."""
+    """Push the checkpoint in the background.
+
+    `base_id` is the name on the Hub of the base model of an adapter.
+    """
     options = load_extension(_PUSH_OPTIONS)(base_id=base_id)
     push: BackgroundJob[Any] = load_extension(_BEGIN_PUSH)(checkpoint, destination, options)
     return push
@@ -128,9 +153,9 @@ def open_writer_session(
     allow: Iterable[str],
     timeout_seconds: float,
 ) -> WriterSession:
-    """Open a session for `writers` (True: optional), who continue from the checkpoint `start`.
+    """Open a session for `writers`, who continue from the checkpoint `start`.
 
-    Raises as `CheckpointSaver.invite` does.
+    The value of each writer says whether it is optional. Raises as `CheckpointSaver.invite` does.
     """
     session: WriterSession = load_extension(_OPEN_SESSION)(
         run, writers, start, allow, timeout_seconds

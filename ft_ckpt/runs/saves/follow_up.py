@@ -1,7 +1,7 @@
-"""The follow-ups of saves: retention, upload, push, publish and callbacks after a commit.
+"""Runs what follows the commit of a save: retention, upload, push, publish and callbacks.
 
-The steps run in this order in the thread that finished the save. Their errors do not fail the
-save, which is committed.
+The steps run in this order, in the thread that finished the save. The save is committed then, so
+their errors do not fail it.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,15 +26,17 @@ from ft_ckpt.runs.saves.extension_parts import (
 from ft_ckpt.saving.planning import SaveReport
 from ft_ckpt.storage.places import Place
 
-SaveHook = Callable[[SaveReport], object]  # a function of the script
-FollowUp = Callable[[SaveReport], SaveReport]  # of one save; adds the jobs that it starts
+# a callback of the script (`on_saved`)
+SaveHook = Callable[[SaveReport], object]
+# what follows one save: gets the report, and returns it with the jobs that were started
+FollowUp = Callable[[SaveReport], SaveReport]
 
 
 @dataclass(frozen=True, eq=False)
 class FollowUps:
-    """What the follow-ups of one saver share: callbacks, uploads, the publisher, running pushes.
+    """What all saves of one saver use after their commit.
 
-    Uploads, pushes and publishes run in their own threads.
+    Uploads, pushes and publishes run in threads of their own. `pushes` are those that were started.
     """
 
     hooks: tuple[SaveHook, ...] = ()
@@ -53,9 +55,10 @@ class FollowUps:
         publishes: bool = False,
         on_committed: Callable[[SaveReport], None] | None = None,
     ) -> FollowUp:
-        """Return the follow-up of one save, to call with the save's report.
+        """Return what follows one save, as a function of its report.
 
-        Only rank 0 (`is_main`) uploads, pushes, publishes and calls hooks.
+        Only rank 0 (`is_main`) uploads, pushes, publishes and calls hooks. What is None or False is
+        left out.
         """
 
         def follow_up(report: SaveReport) -> SaveReport:
@@ -86,7 +89,7 @@ class FollowUps:
         return follow_up
 
     def end(self, *, wait: bool) -> None:
-        """Wait for pushes and publishes, or only warn of those that have not ended."""
+        """Wait for pushes and publishes, or only warn of those that have not ended yet."""
         end_pushes(self.pushes, wait=wait)
         if self.publisher is not None:
             self.publisher.end(wait_for=wait)
@@ -95,7 +98,7 @@ class FollowUps:
 def open_follow_ups(
     on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPlaces, config: SaverConfig
 ) -> FollowUps:
-    """Start what the follow-ups of a saver share. Raises ConfigError for invalid settings."""
+    """Open uploads and the publisher for a saver. Raises ConfigError for invalid settings."""
     uploads = None
     if places.directory is not None and places.upload_folder is not None:
         uploads = open_uploads(places.upload_folder, places.directory)
@@ -106,14 +109,17 @@ def open_follow_ups(
 def _call_hook(hook: SaveHook, report: SaveReport) -> None:
     try:
         hook(report)
-    except Exception as error:  # noqa: BLE001 - the script's own, of any kind
+    except Exception as error:  # noqa: BLE001 - the script may raise any error
         name = getattr(hook, "__name__", type(hook).__name__)
         problem = f"{type(error).__name__}: {error}"
         warn(f"{report.path}: saved, but {name} of on_saved failed: {problem}")
 
 
 def hooks_of(on_saved: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:
-    """Return the functions in `on_saved`: one, several or none. Raises ConfigError otherwise."""
+    """Return the functions in `on_saved`, which is one function, several or None.
+
+    Raises ConfigError for anything else.
+    """
     if on_saved is None:
         return ()
     if not callable(on_saved) and isinstance(on_saved, Iterable):

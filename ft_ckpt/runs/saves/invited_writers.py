@@ -1,4 +1,8 @@
-"""The writers that a run has invited, and the session through which they hand in their files."""
+"""Keeps the writers that a run has invited, and their session.
+
+A writer is another process that hands in files for each checkpoint of the run. A session is one
+invitation: it ends when the saver closes, or when the run invites writers again.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,14 +17,22 @@ from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place
 
+# moves the writers' files into the folder of a save; returns their records, and notes
 Collect = Callable[[Store], tuple[list[FileRecord], list[str]]]
 
 
 @dataclass(eq=False)
 class InvitedWriters:
-    """The invited writers of a run; on rank 0 their session."""
+    """The invited writers of a run.
 
-    is_optional: Mapping[str, bool] = field(default_factory=dict)  # by name
+    Attributes:
+        is_optional: Whether a writer is optional, by its name.
+        timeout_seconds: How long a save waits for the files of writers.
+        session: Their session on rank 0; None on the other ranks.
+        is_invited: Whether the run has ever invited writers. The same on all ranks.
+    """
+
+    is_optional: Mapping[str, bool] = field(default_factory=dict)
     timeout_seconds: float = 0.0
     session: WriterSession | None = None
     is_invited: bool = False
@@ -34,12 +46,13 @@ class InvitedWriters:
         timeout_seconds: float,
         ranks: Ranks,
     ) -> str:
-        """Open a session below `directory`, and close an earlier one; return its token.
+        """Open a session below `directory`, and close an earlier one. Returns its token.
 
         Collective: call it on every rank. The writers continue from the checkpoint `start`. Raises
         as `CheckpointSaver.invite` does.
         """
-        self.is_optional, self.timeout_seconds = is_optional, timeout_seconds
+        self.is_optional = is_optional
+        self.timeout_seconds = timeout_seconds
         self.is_invited = True
 
         def open_on_leader() -> str:
@@ -53,13 +66,13 @@ class InvitedWriters:
 
         token, error = ranks.attempt(open_on_leader)
         value = {"writers": sorted(is_optional), "token": token}
-        return str(ranks.agree("saver.invite()", value, error, same=("writers",)).result["token"])
+        agreed = ranks.agree("saver.invite()", value, error, same=("writers",))
+        return str(agreed.result["token"])
 
     def ask(self, step: int, ranks: Ranks) -> None:
-        """Request from the writers their state at `step`.
+        """Ask the writers for their files of `step`.
 
-        Collective: call it on every rank. Raises as `CheckpointSaver.save_state` does for a failed
-        writer.
+        Collective: call it on every rank. Raises WriterError naming a writer that has failed.
         """
 
         def ask_on_leader() -> None:
@@ -70,14 +83,17 @@ class InvitedWriters:
             ranks.run("the writers of save_state()", ask_on_leader)
 
     def collector(self, step: int) -> Collect | None:
-        """Return what moves the files of `step` into the stage of a save.
+        """Return the function that moves the files of `step` into the folder of a save.
 
         Returns None if no session is open.
         """
         return None if self.session is None else partial(self.session.collect, step)
 
     def note_committed(self, checkpoint: Place, path: Path | str) -> None:
-        """Tell the writers of the `checkpoint`, which warnings name by its `path`."""
+        """Tell the writers that `checkpoint` is committed.
+
+        An error becomes a warning, which names `path`.
+        """
         if self.session is None:
             return
         try:

@@ -1,4 +1,7 @@
-"""Publishes to servers after a resume: they may lack the checkpoint that the run continues from."""
+"""Publishes to inference servers after a resume.
+
+The servers may have other weights than the checkpoint from which the run continues.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,10 +21,11 @@ from ft_ckpt.storage.places import Place
 def publish_resumed(
     run: TrainingRun, publisher: RunPublisher, folders: Iterable[Place], ranks: Ranks
 ) -> None:
-    """Publish the resumed checkpoint of `run`, or the version published before it, and wait.
+    """Publish the resumed checkpoint, or the version that the servers had when it was saved.
 
-    `folders` are those with checkpoints of the run. Collective: call it on every rank. After a
-    fresh start nothing is published.
+    `publisher.after_resume` decides between the two. `folders` are the folders of the run.
+    Collective: call it on every rank. Returns when the publish has ended. After a fresh start
+    nothing is published.
     """
     resumed = run.resumed_from
     if resumed is None:
@@ -46,9 +50,10 @@ def publish_resumed(
 def _last_published(
     version: str | None, resumed: Place, folders: Iterable[Place]
 ) -> tuple[Place, str]:
-    """Return the checkpoint of the `version` that engines had when `resumed` was saved, and why.
+    """Return the checkpoint that the servers had when `resumed` was saved, and a sentence on it.
 
-    If there is no such checkpoint, `resumed` itself is returned.
+    `version` is its version. If the run has no intact checkpoint of this version, `resumed` itself
+    is returned, and the sentence says why.
     """
     if version is None:
         reason = "it was saved before any version was published"
@@ -59,8 +64,9 @@ def _last_published(
         infos += list_checkpoints(folder).checkpoints
     for info in infos:
         identity = text_identity(manifest_text(info.store).encode())
-        # of weights, of an adapter
-        if not version.endswith((f"#{identity[:16]}", f"-{identity[:8]}")):
+        version_of_weights = f"#{identity[:16]}"
+        version_of_adapter = f"-{identity[:8]}"
+        if not version.endswith((version_of_weights, version_of_adapter)):
             continue
         problems = damage_of(info.place, deep=True)
         if not problems:

@@ -1,4 +1,4 @@
-"""The saves of a run: scheduled ones, the last one, and those that the script requests."""
+"""Saves a run: on schedule, at the end, and when the script requests it."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,13 +40,27 @@ from ft_ckpt.schedule import History, LoggedSave, after_commit, append_save
 from ft_ckpt.storage.places import Place
 
 Result = TypeVar("Result")
-MAX_EXIT_SECONDS = 600.0  # a process that exits on a signal waits this long for uploads
-_SAVES_WITHOUT_METRIC = 3  # before a warning, in a run without any metrics
+# how long a process that exits on a signal waits for uploads
+MAX_EXIT_SECONDS = 600.0
+# saves after which a run without any metrics gets a warning
+_SAVES_WITHOUT_METRIC = 3
 
 
 @dataclass(eq=False)
 class RunSaves:
-    """The saves of one run by one saver. Call its methods on every rank."""
+    """The saves of one run by one saver. Call its methods on every rank.
+
+    Attributes:
+        run: The run.
+        pending: Runs the saves, at most one of them in the background.
+        places: The folders of the run.
+        tokenizer: The tokenizer that checkpoints get, or None.
+        is_rehearsal: Whether `ft-ckpt check-resume` runs the script.
+        follow_ups: What follows a commit.
+        is_closed: Whether saves are refused.
+        last_saved: The last checkpoint that this process has saved. Known on rank 0 only.
+        last_files: The files of `last_saved` if it is on a disk.
+    """
 
     run: TrainingRun
     pending: SaveRunner
@@ -55,8 +69,8 @@ class RunSaves:
     is_rehearsal: bool
     follow_ups: FollowUps
     is_closed: bool = False
-    last_saved: Place | None = None  # the last checkpoint that this process saved, on rank 0
-    last_files: frozenset[str] = frozenset()  # of it, if it is on a disk
+    last_saved: Place | None = None
+    last_files: frozenset[str] = frozenset()
     writers: InvitedWriters = field(default_factory=InvitedWriters)
     lease: DirectoryLease = field(init=False)
 
@@ -76,7 +90,11 @@ class RunSaves:
             self.lease.take(self.run.config)
 
     def save_if_due(self, metrics: dict[str, float]) -> SaveReport | PendingSave | None:
-        """Save if `every` asks for it; after a save on a signal the process exits (SystemExit)."""
+        """Save if the schedule asks for it.
+
+        Returns the report, or None if no save was due or a failed save was a warning. After a save
+        on a signal the process exits (SystemExit).
+        """
         if self.pending.has_ended(self._current_ranks()):
             self._warn_on_failure(self.pending.wait_for_save)
         every = self.run.config.every
@@ -84,22 +102,24 @@ class RunSaves:
         reason = self.run.reason_to_save(metrics, self._current_ranks())
         if reason is None:
             return None
-        ends = reason == "deadline" or reason.startswith("SIG") or self.is_rehearsal
-        config = replace(self.run.config, background=self.run.config.background and not ends)
+        run_ends = reason == "deadline" or reason.startswith("SIG") or self.is_rehearsal
+        config = replace(self.run.config, background=self.run.config.background and not run_ends)
         report = self._warn_on_failure(lambda: self.save(reason, config, None, metrics))
         if reason.startswith("SIG"):
             self.close()
             self.run.close()
             self.pending.close()
             try_action(lambda: self._finish_uploads(MAX_EXIT_SECONDS))
-            raise SystemExit(exit_code(reason, every.exit_code if every else None))
+            chosen_code = None if every is None else every.exit_code
+            raise SystemExit(exit_code(reason, chosen_code))
         return report
 
     def read_until_signal(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches.
+        """Yield the batches, and save the run if a signal has ended the workers that read them.
 
-        A signal to the whole job may end the workers that read them: a run on one rank is then
-        saved as it was after the last step, and the process exits (SystemExit).
+        Schedulers send a signal to all processes of a job, also to the workers of data loaders. A
+        run on one rank is then saved as it was after the last step, and the process exits
+        (SystemExit). On several ranks the error is raised.
         """
         try:
             yield from batches
@@ -110,7 +130,7 @@ class RunSaves:
 
     @as_in_training
     def save_last(self) -> None:
-        """Save the last step if the run has a schedule and the step was not saved."""
+        """Save the last step if the run has a schedule and the step was not saved yet."""
         if self.run.config.every is None or self.places.target is None or self.is_rehearsal:
             return
         if self.run.has_begun and self.run.step > self.run.history.saved_step:
@@ -122,8 +142,8 @@ class RunSaves:
     def wait_for_pending(self) -> None:
         """Wait for the save in the background.
 
-        Rank 0 also waits for what follows the commit. The other ranks wait for rank 0 in their next
-        agreement.
+        Rank 0 also waits for what follows the commit. Meanwhile the other ranks wait for rank 0
+        when they next exchange something with it.
         """
         with self._current_ranks().working():
             self.pending.wait_for_save()
@@ -137,14 +157,19 @@ class RunSaves:
         adapter_only: bool | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
     ) -> SaveReport | PendingSave:
-        """Save the state of the run, then delete checkpoints by `keep`.
+        """Save the state of the run, then delete the checkpoints that `keep` does not select.
 
-        `reason` is None for a save that the script requests.
+        `reason` is that of the schedule; None for a save that the script requests. `target` is the
+        folder; None is that of the step in the run's directory.
+
+        The history of the run (its saves, measurements and best metrics) is stored in the
+        checkpoint, so it records the save before the commit. If the save fails, the history is as
+        before, except that the schedule waits for the next interval.
         """
         self.wait_for_pending()
         run = self.run
         history = run.history
-        begun = time.monotonic()
+        begun_at = time.monotonic()
         run.note_saved(reason, metrics)
         entry = LoggedSave(run.step, time.time(), reason, metrics)
         run.history = replace(run.history, saves=append_save(history.saves, entry))
@@ -152,7 +177,7 @@ class RunSaves:
             run.published = self.follow_ups.publisher.version or run.published
         try:
             self.take_lease()
-            # first: the writers prepare their files meanwhile
+            # The writers are asked first, so that they prepare their files during the capture.
             self.writers.ask(run.step, self._current_ranks())
             captured = run.capture_state(self._current_ranks(), library_versions())
             differing = differing_optimizer_settings(captured.document)
@@ -194,17 +219,17 @@ class RunSaves:
             report = self.pending.save(make_request, config)
         except BaseException:
             run.history = history
-            run.note_saved(reason, {})  # so that the next try is an interval later
+            run.note_saved(reason, {})  # so that the next try comes an interval later
             raise
         run.metrics.warn_of_absent(_SAVES_WITHOUT_METRIC)
-        cost = time.monotonic() - begun
-        entry = replace(entry, stall_seconds=cost)
+        cost_seconds = time.monotonic() - begun_at
+        entry = replace(entry, stall_seconds=cost_seconds)
         if isinstance(report, PendingSave):
-            # its cost and outcome are known later
+            # The cost and the outcome of a save in the background are known when it has ended.
             self.pending.on_end = partial(self._note_outcome, history)
         else:
             run.history = history
-            run.note_saved(reason, metrics, cost)
+            run.note_saved(reason, metrics, cost_seconds)
             entry = replace(entry, seconds=report.seconds, size_bytes=report.bytes)
         run.history = replace(run.history, saves=append_save(history.saves, entry))
         return report
@@ -212,7 +237,10 @@ class RunSaves:
     def _note_outcome(
         self, before: History, report: SaveReport | None, waited_seconds: float
     ) -> None:
-        """Take the outcome of a background save into the history; `before` is that before it."""
+        """Record the outcome of a save in the background in the history of the run.
+
+        `before` is the history before that save. `report` is None if the save has failed.
+        """
         run = self.run
         if report is None:
             run.history = replace(run.history, best=before.best, saves=before.saves)
@@ -222,7 +250,8 @@ class RunSaves:
     def target_folder(self, target: Place | None, step: int | None, *, has_state: bool) -> Place:
         """Return the folder to save to: `target`, or that of the step in the run's directory.
 
-        Raises ConfigError when none is known, TargetError if the folder must not be replaced.
+        `has_state` says whether the checkpoint will have a training state. Raises ConfigError if
+        there is no folder to save to. Raises TargetError if the folder must not be replaced.
         """
         if self.is_closed:
             raise CheckpointError("this saver is closed; make a new one to save again")
@@ -238,9 +267,12 @@ class RunSaves:
             )
             target = Place(self.places.target.folder, name)
         if self._current_ranks().is_main:
-            # A rehearsal runs one script several times in one folder, on purpose.
-            is_run = is_of_run and has_state and not self.is_rehearsal
-            refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
+            # A rehearsal runs one script several times in one folder on purpose, so its runs may
+            # replace the checkpoints of each other.
+            own_ids = None
+            if is_of_run and has_state and not self.is_rehearsal:
+                own_ids = self.run.own_ids
+            refuse_replacing(target, has_state, own_ids)
             if is_of_run:
                 self.lease.check()
         return target.absolute
@@ -252,7 +284,7 @@ class RunSaves:
         push_to: str | Place | None = None,
         base_id: str | None = None,
     ) -> FollowUp:
-        """Return the follow-up of a save that is made now."""
+        """Return what follows a save that begins now. `prunes` for a save of the run's state."""
         is_main = self._current_ranks().is_main
         prune = None
         if prunes:
@@ -277,9 +309,10 @@ class RunSaves:
     def invite(
         self, writers: Mapping[str, bool], allow: Iterable[str], timeout_seconds: float
     ) -> str:
-        """Open a session for `writers` (True: optional); return its token.
+        """Open a session for `writers`, and return its token.
 
-        Raises as `CheckpointSaver.invite` does.
+        The value of each writer says whether it is optional. Raises as `CheckpointSaver.invite`
+        does.
         """
         directory = self.places.directory
         if directory is None or self.places.upload_folder is not None:
@@ -292,25 +325,26 @@ class RunSaves:
         return self.writers.invite(directory, writers, start, allow, timeout_seconds, ranks)
 
     def reopen_session(self) -> None:
-        """Open a new session after a resume, because the writers resume too."""
+        """Open a new session of the invited writers after a resume, because they resume too."""
         self.last_saved = None
         if self.writers.is_invited:
             names = self.writers.is_optional
             self.invite(names, names, self.writers.timeout_seconds)
 
     def _warn_of_lost_files(self) -> None:
-        """Warn if the last checkpoint has lost files since its commit and is still there."""
+        """Warn if someone has deleted files of the last checkpoint, but not all of it."""
         if self.last_saved is None or not self.last_files:
             return
         folder = self.last_saved.folder
         lost: list[str] = []
-        # pruned, or replaced by another program; a disk that does not answer fails the save itself
+        # After an error nothing counts as lost: the checkpoint was pruned or replaced, or the disk
+        # does not answer, which fails the save itself.
         with suppress(CheckpointError):
-            gone = self.last_files - {stored.name for stored in folder.list()}
-            if gone:
+            missing = self.last_files - {stored.name for stored in folder.list()}
+            if missing:
                 listed = {file.path for file in load_manifest(folder).files}
-                lost = sorted((gone & listed) - {CARD_NAME})
-        self.last_files = frozenset()  # a second try of the save does not warn again
+                lost = sorted((missing & listed) - {CARD_NAME})
+        self.last_files = frozenset()  # so that a second try of the save does not warn again
         if lost:
             warn(
                 f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it "
@@ -318,11 +352,12 @@ class RunSaves:
             )
 
     def _note_committed(self, report: SaveReport) -> None:
+        """Remember the committed checkpoint and its files, and tell the writers of it."""
         self.last_saved = report.place.absolute
         folder = self.last_saved.folder
         self.last_files = frozenset()
         if folder.local_folder is not None:
-            with suppress(CheckpointError):  # then no warning says which of them were deleted
+            with suppress(CheckpointError):  # without the list, lost files give no warning
                 self.last_files = frozenset(stored.name for stored in folder.list())
         if self.places.directory is not None:
             self.writers.note_committed(self.last_saved, report.path)
@@ -333,18 +368,15 @@ class RunSaves:
             self.follow_ups.uploads.begin_round(self._upload_terms())
 
     def publish_resumed(self) -> None:
-        """Publish to servers that may lack it the resumed checkpoint, or the version before it.
-
-        Waits until it is published.
-        """
+        """Publish to servers after a resume as the setting `publish` says, and wait for it."""
         publisher = self.follow_ups.publisher
         if publisher is not None:
             publish_resumed(self.run, publisher, self.places.folders, self._current_ranks())
 
     def end_follow_ups(self, *, wait: bool) -> None:
-        """Wait for uploads, pushes and publishes, or only warn of those that have not ended.
+        """Wait for uploads, pushes and publishes, or only warn of those that have not ended yet.
 
-        These go on until the process ends. Raises TargetError on all ranks for checkpoints that
+        Those go on until the process ends. Raises TargetError on all ranks for checkpoints that
         were not uploaded, unless on_failure="warn".
         """
         try:
@@ -356,11 +388,19 @@ class RunSaves:
             self.follow_ups.end(wait=wait)
 
     def _finish_uploads(self, seconds: float | None = None) -> None:
-        """Wait on all ranks for rank 0's uploads. After `seconds`, warn of those that are left."""
-        uploads, ranks = self.follow_ups.uploads, self._current_ranks()
+        """Wait on all ranks for the uploads of rank 0.
+
+        If they have not ended after `seconds`, this warns.
+        """
+        uploads = self.follow_ups.uploads
+        ranks = self._current_ranks()
         if uploads is None:
             return
-        unfinished, error = ranks.attempt(lambda: uploads.finish(seconds) if ranks.is_main else "")
+
+        def finish_on_leader() -> str:
+            return uploads.finish(seconds) if ranks.is_main else ""
+
+        unfinished, error = ranks.attempt(finish_on_leader)
         if unfinished and seconds is None and self.run.config.on_failure == "raise":
             error = TargetError(unfinished)
         elif unfinished:
@@ -373,6 +413,10 @@ class RunSaves:
         )
 
     def _warn_on_failure(self, action: Callable[[], Result]) -> Result | None:
+        """Call `action`. With on_failure="warn" its errors are warnings, and None is returned.
+
+        A lease that another process has taken is always an error.
+        """
         try:
             return action()
         except CheckpointError as error:
@@ -384,7 +428,10 @@ class RunSaves:
             return None
 
     def _protected_paths(self) -> tuple[Place, ...]:
-        return () if self.run.resumed_from is None else self.places.copies_of(self.run.resumed_from)
+        """Return the copies of the checkpoint that the run was resumed from, which rules keep."""
+        if self.run.resumed_from is None:
+            return ()
+        return self.places.copies_of(self.run.resumed_from)
 
     def _current_ranks(self) -> Ranks:
         return current_ranks(self.run.config.enter_timeout_seconds)
