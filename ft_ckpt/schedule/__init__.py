@@ -4,12 +4,12 @@
 |---|---|
 | `every` | `Every`, the settings |
 | `history` | the past of a run: its steps, saves, measurements and failures |
-| `reasons` | why to save now, from both |
+| `reasons` | decides from the settings and the past whether to save now |
 | `intervals` | the time between two saves, from their cost and the rate of failures |
 | `save_log` | the log of a run's saves |
 
-All are pure functions of frozen records. Nothing here reads a clock, communicates or imports torch.
-Begin at `reasons`.
+All functions are pure, and all records are immutable. Nothing here reads a clock, communicates or
+imports torch. Begin at `reasons`.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""`Every`, the settings that say when to save, and their checks."""
+"""Defines and checks `Every`, the settings that say when to save."""
 
 import math
 import os
@@ -12,11 +12,10 @@ from typing_extensions import Self
 from ft_ckpt.errors import Rule, check_settings, is_number, refuse_unknown_fields
 from ft_ckpt.schedule.intervals import parse_seconds
 
-# Signals that ask a process to end.
+# signals that ask a process to end
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")
-
-
-DEADLINE_VARIABLE = "SLURM_JOB_END_TIME"  # unix seconds, set by Slurm in the environment of a job
+# environment variable in which Slurm gives the end of a job, as unix seconds
+DEADLINE_VARIABLE = "SLURM_JOB_END_TIME"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ class Every:
         return cls(mtbf=mtbf, max_overhead=max_overhead, **settings)
 
     def deadline_unix(self) -> float | None:
-        """Return the deadline in unix seconds; None when there is none."""
+        """Return the deadline in unix seconds; None if there is none."""
         if self.deadline == "auto":
             end = os.environ.get(DEADLINE_VARIABLE, "")
             return float(end) if end.isdecimal() else None
@@ -86,7 +85,7 @@ class Every:
 
 def _unix_seconds(when: float | datetime | str | None) -> float | None:
     if isinstance(when, str):
-        # Python 3.10 does not know the letter
+        # Python 3.10 does not know the letter Z for UTC.
         when = datetime.fromisoformat(when.replace("Z", "+00:00"))
     return when.timestamp() if isinstance(when, datetime) else when
 
@@ -118,6 +117,8 @@ def _number_rule(
     whole: bool = False,
     optional: bool = True,
 ) -> Rule:
+    """Return the rule that a field is a number in [minimum, maximum], or None if `optional`."""
+
     def is_valid(value: Any) -> bool:
         if value is None:
             return optional
@@ -126,7 +127,7 @@ def _number_rule(
     return field, is_valid, words
 
 
-_ABOVE_ZERO = math.ulp(0.0)
+_ABOVE_ZERO = math.ulp(0.0)  # the smallest number above 0
 _RULES: tuple[Rule, ...] = (
     _number_rule("steps", "a whole number above 0", 1, whole=True),
     _number_rule("epochs", "a whole number above 0", 1, whole=True),

@@ -1,4 +1,4 @@
-"""The past of a run, from which the schedule decides: its steps, saves and measurements."""
+"""Records the past of a run: its steps, its saves, and how long they took."""
 
 import math
 from collections.abc import Mapping
@@ -10,35 +10,51 @@ from ft_ckpt.schedule.every import Every
 from ft_ckpt.schedule.save_log import LoggedSave, finish_last, log_from_json, log_to_json
 from ft_ckpt.schema import Count, FieldError, Seconds, as_record
 
-ROUTINE = ("steps", "epochs", "best", "minutes", "optimum")  # reasons after which a run continues
-
-_STEP_WEIGHT, _SAVE_WEIGHT = 0.1, 0.3  # of the newest measurement in the running mean
+# the reasons for a save after which a run continues
+ROUTINE = ("steps", "epochs", "best", "minutes", "optimum")
+# weights of the newest measurement in the running means
+_STEP_WEIGHT = 0.1
+_SAVE_WEIGHT = 0.3
 
 
 @dataclass(frozen=True)
 class History:
     """The past of a run, from which the schedule decides.
 
-    Times are in seconds of a monotonic clock.
+    Times ending in `_at` are seconds of a monotonic clock.
+
+    Attributes:
+        step: The last step.
+        seen_at: When that step, or the save after it, ended.
+        saved_step: The step of the last save.
+        saved_epochs: The completed epochs at the last save.
+        saved_at: When the last save ended.
+        step_seconds: The running mean of the time of a step; None before the first measurement.
+        save_seconds: The running mean of the time of a save; None before the first measurement.
+        best: The best value of each metric of `Every.best` over all saves.
+        run_seconds: How long the run has trained, over all restarts.
+        failures: How often the run was resumed after a save of the schedule, so probably a failure.
+        reason: The reason of the last save.
+        saves: The log of the saves.
     """
 
     step: int = 0
-    seen_at: float = 0.0  # when that step, or the save after it, ended
+    seen_at: float = 0.0
     saved_step: int = 0
     saved_epochs: int = 0
     saved_at: float = 0.0
-    step_seconds: float | None = None  # running means; None before the first measurement
+    step_seconds: float | None = None
     save_seconds: float | None = None
     best: Mapping[str, float] = field(default_factory=dict)
-    run_seconds: float = 0.0  # over all restarts
+    run_seconds: float = 0.0
     failures: int = 0
-    reason: str | None = None  # of the last save
+    reason: str | None = None
     saves: tuple[LoggedSave, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the values with which a resumed run continues.
 
-        They are best metrics, measurements, failures, and the log of its saves.
+        They are the fields of `_KeptHistory` and the log of the saves.
         """
         values = {name: getattr(self, name) for name in _KEPT_FIELDS}
         return values | {"best": dict(self.best), "saves": log_to_json(self.saves)}
@@ -46,7 +62,7 @@ class History:
 
 @dataclass(frozen=True)
 class _KeptHistory:
-    """What `History.to_json` keeps."""
+    """The fields of `History` that `to_json` keeps, besides the log of the saves."""
 
     saved_epochs: Count
     best: Mapping[str, float]
@@ -63,11 +79,11 @@ _KEPT_FIELDS = tuple(declared.name for declared in fields(_KeptHistory))
 def begin_history(
     step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None
 ) -> History:
-    """Begin the history of a run at `step`, where it starts or resumes.
+    """Return the history of a run that starts or resumes at `step` and the time `now`.
 
-    `kept` is the `History.to_json` of the resumed run. Its epochs were counted for that save and
-    take precedence over `epochs_done`. A resume from a routine save counts as a failure after that
-    save. Raises LoadError when `kept` is not from `to_json`.
+    `kept` is the result of `History.to_json` in the resumed run. Its epochs replace `epochs_done`,
+    because the schedule has counted them for that save. A resume from a save of the schedule (see
+    ROUTINE) counts as a failure after that save. Raises LoadError if `kept` is not from `to_json`.
     """
     history = History(
         step=step, seen_at=now, saved_step=step, saved_epochs=epochs_done, saved_at=now
@@ -87,7 +103,10 @@ def begin_history(
 
 
 def after_step(history: History, step: int, now: float) -> History:
-    """Return the history after `step` ended at `now`; unchanged when that step is already in it."""
+    """Return the history after `step` has ended at `now`.
+
+    It is the same history if it has that step already.
+    """
     if step <= history.step:
         return history
     passed = now - history.seen_at
@@ -112,11 +131,12 @@ def after_save(
     metrics: Mapping[str, float] | None = None,
     reason: str | None = None,
 ) -> History:
-    """Return the history after a save at `step` that ended at `now`.
+    """Return the history after a save at `step` that has ended at `now`.
 
-    The save stopped the training for `cost_seconds`. Without a cost the mean stays: in the history
-    that the checkpoint itself stores, and after a failed save (without metrics too), so that the
-    next try comes an interval later.
+    The save has stopped the training for `cost_seconds`. Without a cost the mean stays as it is.
+    There is none in the history that the checkpoint itself stores, because the save has not ended
+    then. There is also none after a failed save, which has no metrics either: the next try then
+    comes an interval later.
     """
     best = dict(history.best)
     if metrics and every.best and is_improvement(every, history, metrics):
@@ -139,10 +159,10 @@ def after_save(
 def after_commit(
     history: History, seconds: float, size_bytes: int, waited_seconds: float
 ) -> History:
-    """Return the history once a background save of `size_bytes` is committed.
+    """Return the history after a save in the background was committed.
 
-    `seconds`: of the whole save. `waited_seconds`: that optimizers waited for its copies after the
-    call.
+    `seconds` is the time of the whole save, and `size_bytes` the size of all its files.
+    `waited_seconds` is how long optimizers have waited for its copies after the call.
     """
     mean = _running_mean(history.save_seconds, seconds, _SAVE_WEIGHT)
     return replace(
@@ -167,6 +187,7 @@ def is_improvement(every: Every, history: History, metrics: Mapping[str, float])
 
 
 def _running_mean(before: float | None, value: float | None, weight: float) -> float | None:
+    """Return the mean `before` moved towards `value` by the fraction `weight`."""
     if before is None:
         return value
     if value is None:

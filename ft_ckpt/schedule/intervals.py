@@ -1,4 +1,4 @@
-"""The time between two saves: the optimal one, its cost, and durations as text."""
+"""Computes the optimal time between two saves and what it costs, and parses durations."""
 
 import math
 import re
@@ -12,16 +12,21 @@ _UNITS = {
     **dict.fromkeys(("h", "hour", "hours"), 3600),
     **dict.fromkeys(("d", "day", "days"), 86400),
 }
-_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*")  # number, unit
+# number and unit
+_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*")
 
 
 def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "daly") -> float:
-    """Return the work between two saves, in seconds, that minimises the expected loss.
+    """Return the interval between two saves, in seconds, with the smallest expected loss of time.
 
-    It lies between the end of a save and the start of the next. `order` "young" is the first-order
-    result sqrt(2 C M), with C the save time and M the time between failures. "daly" adds higher
-    orders, which matter when C is not far below M; for C >= 2 M it is M. Raises ConfigError when a
-    time is not above 0 or for another `order`.
+    The interval is from the end of a save to the start of the next. C is the time of a save, and M
+    the mean time between failures:
+
+        order     interval
+        "young"   sqrt(2 C M), the first-order result
+        "daly"    with higher orders, which matter if C is not far below M; M if C >= 2 M
+
+    Raises ConfigError if a time is not above 0, and for another `order`.
     """
     if not (save_seconds > 0 and mtbf_seconds > 0):
         raise ConfigError(
@@ -50,10 +55,11 @@ def bounded_interval(save_seconds: float, max_overhead: float) -> float:
 def expected_overhead(
     interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
 ) -> float:
-    """Return the time of saves, repeated work and restarts, as a multiple of that of useful work.
+    """Return the time of saves, repeated work and restarts, as a multiple of useful time.
 
-    Exact for failures at a constant rate, also during saves and restarts; infinite when the run
-    would in practice never reach the next checkpoint. `mtbf_seconds` may be infinite.
+    The result is exact if failures come at a constant rate, also during saves and restarts. It is
+    infinite if the run would in practice never reach the next checkpoint. `mtbf_seconds` may be
+    infinite.
     """
     if math.isinf(mtbf_seconds):
         return save_seconds / interval_seconds
@@ -66,9 +72,9 @@ def expected_overhead(
 
 
 def parse_seconds(duration: float | timedelta | str) -> float:
-    """Return seconds from a number, a timedelta, or text such as "90s", "45min", "24h", "7d".
+    """Convert a number, a timedelta, or text such as "90s", "45min", "24h" and "7d" to seconds.
 
-    Raises ConfigError for any other value, and for one that is not above 0.
+    Raises ConfigError for any other value, and for a duration that is not above 0.
     """
     seconds = math.nan
     if isinstance(duration, timedelta):

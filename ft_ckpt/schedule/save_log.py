@@ -1,4 +1,4 @@
-"""The log of a run's saves, which its checkpoints store."""
+"""Keeps the log of a run's saves, which its checkpoints store."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,29 +8,42 @@ from typing import Any
 from ft_ckpt.errors import LoadError
 from ft_ckpt.schema import as_record
 
-_MAX_LOGGED = 500  # saves; beyond it, every second one of the older half is dropped
+# A longer log loses every second save of its older half.
+_MAX_LOGGED = 500
 
 
 @dataclass(frozen=True)
 class LoggedSave:
     """One save of a run's state.
 
-    `stall_seconds` is None until the call returns; of a save in the background it includes the wait
-    of optimizers only after the commit. `seconds` and `size_bytes` are None until the commit, all
-    of them after a resume from this save.
+    The last three fields are None until they are known. A checkpoint stores the log before they are
+    known for itself, so after a resume they are None for the save that the run was resumed from.
+
+    Attributes:
+        step: The step that was saved.
+        saved_at: When the save was called, in unix seconds.
+        reason: The reason of the schedule; None if the script requested the save.
+        metrics: The metrics of the checkpoint.
+        stall_seconds: How long training has waited. It is known when the call returns. For a save
+            in the background, the wait of optimizers for its copies is added after the commit.
+        seconds: The time until the commit.
+        size_bytes: The size of all files.
     """
 
     step: int
-    saved_at: float  # unix seconds, of the call
-    reason: str | None  # of the schedule; None if the script asked for it
+    saved_at: float
+    reason: str | None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    stall_seconds: float | None = None  # time that training waited
-    seconds: float | None = None  # until the commit
-    size_bytes: int | None = None  # of all files
+    stall_seconds: float | None = None
+    seconds: float | None = None
+    size_bytes: int | None = None
 
 
 def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSave, ...]:
-    """Return the log with one more entry; a long log is thinned out at its older end."""
+    """Return the log with one more entry, which replaces an entry of the same step.
+
+    A log of more than 500 saves loses every second save of its older half.
+    """
     entries = [save for save in log if save.step != entry.step]
     entries.append(entry)
     if len(entries) <= _MAX_LOGGED:
@@ -42,9 +55,9 @@ def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSav
 def finish_last(
     log: Sequence[LoggedSave], seconds: float, size_bytes: int, waited_seconds: float
 ) -> tuple[LoggedSave, ...]:
-    """Return the log after the commit of the last save.
+    """Return the log after the commit of its last save, which ran in the background.
 
-    It was in the background, and optimizers have waited for it.
+    Optimizers have waited `waited_seconds` for its copies.
     """
     if not log:
         return ()
@@ -55,7 +68,7 @@ def finish_last(
 
 
 def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
-    """Return the log as JSON values; metrics that are not finite are text."""
+    """Return the log as JSON values. Metrics that are not finite become text, such as "nan"."""
     entries = []
     for save in log:
         metrics = {
@@ -67,7 +80,7 @@ def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
 
 
 def log_from_json(document: Any) -> tuple[LoggedSave, ...]:
-    """Read the log from the result of `log_to_json`. Raises LoadError for another document."""
+    """Read the log from a result of `log_to_json`. Raises LoadError for any other document."""
     try:
         stored = as_record(document, tuple[_StoredSave, ...])
         return tuple(save.logged() for save in stored)

@@ -73,8 +73,9 @@ def _refuse_differing_containers(
 ) -> None:
     """Raise SelectionError for a container with other tensors on `rank` than on earlier ranks."""
     for key, entry in entries.items():
-        first: Description = merged_entries.get(key, entry)
-        if entry.get("leaves") != first.get("leaves"):
+        if key not in merged_entries:
+            continue  # no earlier rank has it
+        if entry.get("leaves") != merged_entries[key].get("leaves"):
             raise SelectionError(
                 f"{name}: {key}: the container has other tensors on rank {rank} than on earlier "
                 "ranks: it cannot be saved; make it the same, or save without the optimizer's state"

@@ -122,13 +122,13 @@ def exchange_descriptions(
     all_trees = []
     for rank_trees, differing_objects in zip(trees, objects_of_ranks, strict=True):
         all_trees.append({**rank_trees, **differing_objects})
-    items = {**local.items, **agreed.result["items"]}
+    merged_items = {**local.items, **agreed.result["items"]}
     if ranks.is_main:
         # The result has the shapes of rank 0's objects. Rank 0 itself stores the whole description.
         for name, description in agreed.result["items"].items():
             if "leaves" in description:
-                items[name] = local.items[name]
-    return items, all_trees
+                merged_items[name] = local.items[name]
+    return merged_items, all_trees
 
 
 def _digest_of(value: Any) -> str:
