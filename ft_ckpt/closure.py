@@ -1,4 +1,7 @@
-"""`checkpoint_closure`: functions that a loop calls each iteration and that run at some."""
+"""Defines `checkpoint_closure`, a decorator for functions that run at checkpoint steps.
+
+The training loop calls such a function in each iteration. It runs at some of them, on all ranks.
+"""
 
 import time
 from collections.abc import Callable
@@ -19,7 +22,8 @@ from ft_ckpt.schedule import Every, History
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_running: list[str] = []  # the name of the function that is running, if any
+# the name of the function that is running, if one is
+_running: list[str] = []
 
 
 @overload
@@ -41,19 +45,19 @@ def checkpoint_closure(
 ) -> Any:
     """Run a function only at checkpoint steps and at the last step; other calls return None.
 
-    Call it in every iteration of the training loop, after `saver.step()`, on every rank: it runs on
-    all of them, at the same step. It sees a consistent state: the optimizer has stepped, and the
-    models that the saver knows are sharded as they are between steps.
+    Call it in every iteration of the training loop, after `saver.step()`, on every rank. It runs on
+    all ranks at the same step. The optimizer has stepped then, and the models that the saver knows
+    are sharded as they are between steps.
 
-    Steps and epochs are those of `saver`, by default of the one that is open; without one, or when
-    it is not stepped, calls are counted. `every` defaults to the saver's; only the saver watches
-    signals. The last step is `total_steps`, or the end of the data if `saver.remaining(loader,
-    epochs=...)` knows it. If the loader cannot tell the last batch of an epoch, the end of the
-    epoch is seen an iteration late.
+    Steps and epochs are those of `saver`, by default of the saver that is open. Without a saver, or
+    if `saver.step()` is not called, calls are counted. `every` is by default that of the saver.
+    Only the saver watches signals. The last step is `total_steps`, or the end of the data if
+    `saver.remaining(loader, epochs=...)` knows it. If the loader cannot tell which batch is the
+    last one of an epoch, the end of the epoch is noticed an iteration late.
 
     An exception of the function is raised, and RankError on the other ranks. Raises ConfigError for
-    invalid arguments, CheckpointError for a call inside another such function, RanksDisagreeError
-    when ranks call it at different steps.
+    invalid arguments, CheckpointError for a call inside another such function, and
+    RanksDisagreeError if ranks call it at different steps.
     """
     every = every_of(every)
     problems = []
@@ -75,11 +79,11 @@ def checkpoint_closure(
 
     def decorate(inner: Callable[..., Any]) -> Callable[..., Any]:
         name = f"{getattr(inner, '__name__', type(inner).__name__)}()"
-        scheduled = _ClosureSchedule(name, every, total_steps, saver)
+        closure_schedule = _ClosureSchedule(name, every, total_steps, saver)
 
         @wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return scheduled.call_if_due(lambda: inner(*args, **kwargs))
+            return closure_schedule.call_if_due(lambda: inner(*args, **kwargs))
 
         return call
 
@@ -87,7 +91,7 @@ def checkpoint_closure(
 
 
 class _ClosureSchedule:
-    """The progress of one function's loop, and when the function runs."""
+    """Decides when one function runs. It follows the steps of the saver, or counts calls."""
 
     def __init__(
         self,
@@ -97,14 +101,21 @@ class _ClosureSchedule:
         saver: CheckpointSaver[Any] | None,
     ) -> None:
         self.name = name
-        self._every, self._total_steps, self._saver = every, total_steps, saver
+        self._every = every
+        self._total_steps = total_steps
+        self._saver = saver
+        # whether to look for an open saver
         self._finds_saver = saver is None
-        self._poll: ClockPoll | None = None  # None until the first call
-        self._schedule, self._history = Every(), History()
-        self._calls = 0
+        # None until the first call
+        self._poll: ClockPoll | None = None
+        # the schedule in use, and the steps and runs of the function
+        self._schedule = Every()
+        self._history = History()
+        # number of calls, if they count as steps
+        self._call_count = 0
 
     def call_if_due(self, function: Callable[[], Any]) -> Any:
-        """Run `function` if it is due at this call, and return its result, else None.
+        """Run `function` if it is due at this call, and return its result. Else return None.
 
         Collective: call it on every rank.
         """
@@ -115,27 +126,34 @@ class _ClosureSchedule:
             )
         self._find_saver()
         if self._saver is not None:
-            self._saver._run.reminder.note_call()  # its schedule decides here
+            # The loop uses the schedule of the saver, so no reminder to call `step` is needed.
+            self._saver._run.reminder.note_call()
             if not self._saver._run.is_between_steps:
                 return None
-        poll = self._note_step()
-        step = self._history.step
-        reason = schedule.own_reason(self._schedule, self._history, step, self._epochs_done())
-        reason = poll.reason_to_save(self._history, step, self._current_ranks()) or reason
-        reason = reason or ("last" if self._is_last() else None)
+        poll = self._record_step()
+        reason = self._reason_to_run(poll)
         return None if reason is None else self._run_everywhere(reason, function)
 
-    def _run_everywhere(self, reason: str, function: Callable[[], Any]) -> Any:
-        """Run `function` on all ranks when all have entered.
+    def _reason_to_run(self, poll: ClockPoll) -> str | None:
+        """Return why the function is due: a reason of the schedule, "last" or None."""
+        step = self._history.step
+        # All ranks must poll, so this comes first.
+        polled_reason = poll.reason_to_save(self._history, step, self._current_ranks())
+        if polled_reason is not None:
+            return polled_reason
+        reason = schedule.own_reason(self._schedule, self._history, step, self._epochs_done())
+        if reason is not None:
+            return reason
+        return "last" if self._is_last() else None
 
-        Their weights are then sharded as between steps.
-        """
+    def _run_everywhere(self, reason: str, function: Callable[[], Any]) -> Any:
+        """Run `function` on all ranks, once all have called it and have resharded their weights."""
         ranks = self._current_ranks()
         before = self._history
-        begun = time.monotonic()
+        begun_at = time.monotonic()
         _, error = try_action(self._restore_shards)
         ranks.agree(self.name, {"step": before.step}, error, same=("step",))
-        # if it fails, it runs again an interval later
+        # If the function fails, it runs again an interval later.
         self._history = self._after_call(before, reason, None)
         _running.append(self.name)
         try:
@@ -148,10 +166,11 @@ class _ClosureSchedule:
             raise error
         if agreed.result:
             raise RankError(f"{self.name} failed on {agreed.result}")
-        self._history = self._after_call(before, reason, time.monotonic() - begun)
+        self._history = self._after_call(before, reason, time.monotonic() - begun_at)
         return result
 
     def _after_call(self, before: History, reason: str, cost: float | None) -> History:
+        """Return the history after the function has run for `cost` seconds."""
         return schedule.after_save(
             self._schedule,
             before,
@@ -163,14 +182,16 @@ class _ClosureSchedule:
         )
 
     def _find_saver(self) -> None:
-        """Take the open saver, unless one was passed.
+        """Use the open saver, unless one was passed.
 
-        After it is closed, its last step stays current.
+        After the saver is closed, its last step stays the current one.
         """
         if not self._finds_saver:
             return
         savers = open_savers()
-        savers = [saver for saver in savers if saver._run.has_begun] or savers
+        stepped_savers = [saver for saver in savers if saver._run.has_begun]
+        if stepped_savers:
+            savers = stepped_savers
         if len(savers) > 1:
             raise ConfigError(
                 f"{self.name}: {len(savers)} savers are open; say which counts the steps: "
@@ -181,36 +202,46 @@ class _ClosureSchedule:
             if self._saver._run.has_begun:
                 self._poll = None
 
-    def _note_step(self) -> ClockPoll:
-        """Note the step that has ended.
+    def _record_step(self) -> ClockPoll:
+        """Record in the history that a step has ended.
 
-        Start again at the first call, and if the saver was resumed since.
+        At the first call the history begins. It begins again if the saver has gone back to an
+        earlier step by a resume.
         """
         step = self._current_step()
         now = time.monotonic()
         if self._poll is None or step < self._history.step:
             self._schedule = self._make_schedule()
             self._poll = ClockPoll(self._schedule)
-            # One step behind, so that this one may be a checkpoint step.
-            begun = schedule.begin_history(step - 1, self._epochs_done(with_last=False), now)
-            self._history = replace(begun, step=step)
+            # The history begins a step earlier, so that this step may be a checkpoint step.
+            history = schedule.begin_history(step - 1, self._epochs_done(with_last=False), now)
+            self._history = replace(history, step=step)
         self._history = schedule.after_step(self._history, step, now)
         return self._poll
 
     def _current_step(self) -> int:
+        """Return the step of the saver, or the number of this call.
+
+        Raises ConfigError if calls were counted before the saver has stepped.
+        """
         if self._saver is None or not self._saver._run.has_begun:
-            self._calls += 1
-            return self._calls
-        if self._calls:
+            self._call_count += 1
+            return self._call_count
+        if self._call_count:
             raise ConfigError(
-                f"{self.name}: the first {self._calls} call(s) came before saver.step(), so that "
-                "its steps would be counted late; call it after saver.step()"
+                f"{self.name}: the first {self._call_count} call(s) came before saver.step(), so "
+                "that its steps would be counted late; call it after saver.step()"
             )
         return self._saver._run.step
 
     def _make_schedule(self) -> Every:
-        """Return the schedule of the arguments, or the saver's without its signals and metrics."""
-        every = self._every or (self._saver.config.every if self._saver is not None else None)
+        """Return the schedule of the arguments, or that of the saver, without signals and metrics.
+
+        Raises ConfigError if there is none, or if nothing counts its epochs.
+        """
+        every = self._every
+        if every is None and self._saver is not None:
+            every = self._saver.config.every
         if every is None and self._total_steps is None:
             raise ConfigError(
                 f"{self.name}: no schedule; pass @checkpoint_closure(every=Every(steps=100)), or "
@@ -222,7 +253,9 @@ class _ClosureSchedule:
                 f"{self.name}: every.epochs={every.epochs}, but no saver knows the epochs: take "
                 "the batches from saver.remaining(loader), and pass saver="
             )
-        return replace(every or Every(deadline=None), signals=(), best=None)
+        if every is None:
+            every = Every(deadline=None)
+        return replace(every, signals=(), best=None)
 
     def _epochs_done(self, *, with_last: bool = True) -> int:
         """Count completed passes over the data, rounded down to multiples of `every.epochs`."""
@@ -232,7 +265,9 @@ class _ClosureSchedule:
         return epochs * self._saver._run.feeds.passes_done(epochs, with_last=with_last)
 
     def _is_last(self) -> bool:
-        saved_step, step = self._history.saved_step, self._history.step
+        """Check whether this is the last step, and the function has not run at it."""
+        saved_step = self._history.saved_step
+        step = self._history.step
         if self._total_steps is not None:
             return saved_step < self._total_steps <= step
         if self._saver is None or self._saver._epochs is None:
@@ -243,7 +278,10 @@ class _ClosureSchedule:
         return bool(feed.at_end) and feed.epoch + 1 >= self._saver._epochs
 
     def _restore_shards(self) -> None:
-        """Reshard the parameters of every model that the saver knows, by listing its tensors."""
+        """Reshard the parameters of every model that the saver knows.
+
+        Listing the tensors of a model reshards its parameters.
+        """
         if self._saver is None:
             return
         run = self._saver._run
@@ -256,5 +294,6 @@ class _ClosureSchedule:
 
 
 def _failed_ranks(values: Values) -> str:
+    """Return the errors of all ranks as text; "" if there are none."""
     errors = [(rank, value["error"]) for rank, value in enumerate(values)]
     return listing([f"rank {rank}: {error}" for rank, error in errors if error])

@@ -1,4 +1,8 @@
-"""Rules that decide which checkpoints stay. Pure: reads no disk."""
+"""Decides by rules which checkpoints of a run stay. All functions are pure and read no disk.
+
+Begin at `plan_pruning`. To prune is to delete the checkpoints that no rule selects. To strip a
+checkpoint is to delete its training state and keep its weights.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,23 +24,24 @@ from ft_ckpt.errors import (
 from ft_ckpt.messages import did_you_mean
 
 _T = TypeVar("_T")
-# metric, "min" or "max", how many (default 1)
+# a metric, "min" or "max", and how many checkpoints (default 1)
 Best: TypeAlias = tuple[str, str] | tuple[str, str, int]
+# the pattern that names the period of a time
 _PERIODS = {"hourly": "%Y-%m-%d %Hh", "daily": "%Y-%m-%d", "weekly": "week %G-%V"}
 _COUNTS = ("last", "every_steps", *_PERIODS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which checkpoints to keep: those that any rule selects.
+    """Which checkpoints to keep: those that at least one rule selects.
 
-    Without a rule all are kept, and so are all while none of them has the metric of a `best` rule.
+    All are kept if there is no rule, and while none of them has the metric of a `best` rule.
 
-    `last`: the newest n. `every_steps`: each whose step is a multiple. `best`: the best by a
+    `last`: the newest n. `every_steps`: each whose step is a multiple of n. `best`: the best by a
     metric, as ("eval_loss", "min") or ("accuracy", "max", 3), or several such; of equal ones the
-    oldest. `hourly`, `daily`, `weekly`: the newest of each of the last n hours, days or weeks (UTC,
-    ISO weeks) that have one. `state`: separate rules for the training state; a checkpoint that only
-    the outer rules keep loses its state.
+    oldest. `hourly`, `daily`, `weekly`: the newest of each of the last n hours, days or weeks that
+    have one (in UTC, and by ISO weeks). `state`: separate rules for the training state. A
+    checkpoint that only the outer rules select loses its training state.
 
     Raises ConfigError naming every invalid rule.
     """
@@ -61,7 +66,7 @@ class Keep:
 
     @property
     def rankings(self) -> tuple[tuple[str, str, int], ...]:
-        """Every `best` as (metric, mode, how many)."""
+        """The rules of `best`, each as (metric, "min" or "max", how many)."""
         rankings = []
         for metric, mode, *counts in _best_rules(self.best):
             count = int(counts[0]) if counts else 1
@@ -75,14 +80,14 @@ class Keep:
 
     @property
     def has_rules(self) -> bool:
-        """Whether there is a rule for weights; otherwise all are kept."""
+        """Whether there is a rule for weights. If not, all checkpoints are kept."""
         if self.best:
             return True
         return any(getattr(self, name) is not None for name in _COUNTS)
 
 
 def _best_rules(best: Any) -> list[Any]:
-    """Return the rules in the setting `best`: several, or one alone."""
+    """Return the rules in the setting `best`, which is one rule, several, or None."""
     if not best:
         return []
     is_single = not isinstance(best, Sequence) or isinstance(best[0], str)
@@ -90,9 +95,9 @@ def _best_rules(best: Any) -> list[Any]:
 
 
 def keep_from_record(record: Mapping[str, Any] | None) -> Keep:
-    """Return the rules that a training state records; without rules for None.
+    """Return the rules that a training state records. For None they are `Keep()`, without rules.
 
-    Raises ConfigError, KeyError, TypeError.
+    Raises ConfigError, KeyError or TypeError for an invalid record.
     """
     if record is None:
         return Keep()
@@ -104,28 +109,46 @@ def keep_from_record(record: Mapping[str, Any] | None) -> Keep:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldCheckpoint:
-    """The properties of one checkpoint that the rules use."""
+    """The properties of one checkpoint that the rules use.
 
-    path: Path | str  # or its URL
+    Attributes:
+        path: Its folder or URL.
+        step: Its step, if it has one.
+        created: When it was saved, in unix seconds.
+        metrics: Its metrics by name.
+        guards: Reasons to keep it whatever the rules say, such as "pinned".
+        valid: Whether its files are complete.
+        has_state: Whether it has a training state.
+        has_weights: Whether it has weights besides the training state.
+        run_id: The run that it belongs to, if any.
+        is_export: Whether it is exempt from the rules: weights that a run has saved on request, or
+            an average.
+        number: The number of the save, which orders checkpoints without a step.
+        base: The checkpoint without which it cannot be read, if it is a delta.
+    """
+
+    path: Path | str
     step: int | None
-    created: float  # unix seconds
+    created: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    guards: tuple[str, ...] = ()  # reasons to keep it regardless of the rules: pinned, in use, ...
+    guards: tuple[str, ...] = ()
     valid: bool = True
     has_state: bool = False
     has_weights: bool = True
     run_id: str | None = None
-    # weights saved in the folder of a run, or an average: exempt from the rules
     is_export: bool = False
-    number: int = 0  # order of checkpoints without a step
-    base: Path | str | None = None  # the checkpoint that it needs to be read
+    number: int = 0
+    base: Path | str | None = None
 
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """The checkpoints to keep, with reasons, to delete, and to keep without their training state.
+    """What to do with the checkpoints. Each field lists them oldest first.
 
-    Oldest first.
+    Attributes:
+        keep: The checkpoints to keep, each with the reasons.
+        drop: The checkpoints to delete.
+        strip: The kept checkpoints that lose their training state.
     """
 
     keep: Mapping[Path | str, tuple[str, ...]]
@@ -136,29 +159,35 @@ class PrunePlan:
 def plan_pruning(
     checkpoints: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None
 ) -> PrunePlan:
-    """Apply `keep` to the `checkpoints` of the run `run_id`, or to each run separately if None.
+    """Apply the rules `keep` to the run `run_id`, or to each run separately if it is None.
 
-    Other checkpoints are kept: exports, and those without a run unless there are no runs. Of each
-    run these are never dropped or stripped: the newest valid one, the newest valid one with a
-    training state, and those with guards. An invalid checkpoint does not displace a valid one: the
-    rules are applied with and without it, and either result keeps a checkpoint. The base of a kept
-    checkpoint is kept. Nothing of a run is dropped while none of it is valid, or while no valid one
-    of it has a metric that the rules rank by.
+    All other checkpoints are kept. Exports are kept. Checkpoints without a run are kept, unless
+    there are no runs at all: then they count as one run.
+
+    In each run these are neither dropped nor stripped:
+
+    - the newest valid checkpoint, and the newest valid one with a training state
+    - checkpoints with guards
+    - all checkpoints while none of them is valid, or while no valid one has a metric of `best`
+
+    An invalid checkpoint does not take the place of a valid one: the rules are applied with and
+    without invalid checkpoints, and a checkpoint is kept if either result selects it. The base of a
+    kept checkpoint is kept.
     """
     oldest_first = sorted(checkpoints, key=_age_key)
-    runs = _judged_runs(oldest_first, run_id)
-    firm = _firm_reasons(checkpoints, runs)
-    by_rules: dict[Path | str, tuple[str, ...]] = {}
+    runs = _group_by_run(oldest_first, run_id)
+    fixed_reasons = _reasons_without_rules(checkpoints, runs)
+    rule_reasons: dict[Path | str, tuple[str, ...]] = {}
     stripped: list[HeldCheckpoint] = []
     for run in runs:
-        by_rules.update(_chosen_by_rules(run, keep))
-        stripped += _losing_state(run, keep, firm)
+        rule_reasons.update(_select_by_rules(run, keep))
+        stripped += _losing_state(run, keep, fixed_reasons)
     stripped.sort(key=_age_key)
-    # without their state, they would be empty
+    # Checkpoints without weights would be empty without their training state, so they are dropped.
     emptied = {checkpoint.path for checkpoint in stripped if not checkpoint.has_weights}
     kept: dict[Path | str, tuple[str, ...]] = {}
     for checkpoint in oldest_first:
-        reasons = (*firm[checkpoint.path], *by_rules.get(checkpoint.path, ()))
+        reasons = (*fixed_reasons[checkpoint.path], *rule_reasons.get(checkpoint.path, ()))
         if reasons and checkpoint.path not in emptied:
             kept[checkpoint.path] = reasons
     _keep_bases(kept, checkpoints)
@@ -173,31 +202,31 @@ def plan_pruning(
 def _keep_bases(
     kept: dict[Path | str, tuple[str, ...]], checkpoints: Sequence[HeldCheckpoint]
 ) -> None:
-    """Add the checkpoints to `kept` that those in it need to be read, also those of other runs."""
+    """Add to `kept` the bases of the checkpoints in it, also those of other runs."""
     bases = {checkpoint.path: checkpoint.base for checkpoint in checkpoints}
-    unfollowed = list(kept)
-    while unfollowed:
-        path = unfollowed.pop()
+    to_visit = list(kept)
+    while to_visit:
+        path = to_visit.pop()
         base = bases[path]
         if base is not None and base in bases and base not in kept:
             kept[base] = (f"the base of {str(path).rpartition('/')[2]}",)
-            unfollowed.append(base)
+            to_visit.append(base)
 
 
 def check_metrics(
     checkpoints: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None
 ) -> None:
-    """Raise ConfigError for a metric of `keep` that no checkpoint has, and name those there are.
+    """Raise ConfigError if no checkpoint has a metric of `keep`.
 
-    Only checkpoints count to which the metric applies.
+    The error names the metrics that there are. Only checkpoints to which the rules apply count.
     """
-    judged: list[HeldCheckpoint] = []
-    for run in _judged_runs(checkpoints, run_id):
-        judged += run
+    ruled_checkpoints: list[HeldCheckpoint] = []
+    for run in _group_by_run(checkpoints, run_id):
+        ruled_checkpoints += run
     state = keep.state or Keep()
-    measured = metrics_of(judged)
+    measured = metrics_of(ruled_checkpoints)
     unmeasured = sorted({*keep.metrics, *state.metrics} - measured)
-    if judged and unmeasured:
+    if ruled_checkpoints and unmeasured:
         raise ConfigError(
             f"best: no checkpoint has {name_metrics(unmeasured, measured)}; nothing was deleted. "
             "Give the name of a metric that they have"
@@ -205,7 +234,7 @@ def check_metrics(
 
 
 def metrics_of(checkpoints: Iterable[HeldCheckpoint]) -> set[str]:
-    """Return the metrics that a valid one of the checkpoints has, as a number."""
+    """Return the names of the metrics that at least one valid checkpoint has, other than NaN."""
     names: set[str] = set()
     for checkpoint in checkpoints:
         if not checkpoint.valid:
@@ -217,7 +246,7 @@ def metrics_of(checkpoints: Iterable[HeldCheckpoint]) -> set[str]:
 
 
 def name_metrics(unmeasured: Sequence[str], measured: Iterable[str]) -> str:
-    """Name missing metrics in a text, and those there are, the nearest names first."""
+    """Return a text that names missing metrics, then the ones there are, and the nearest names."""
     choices = sorted(measured)
     names = listing([repr(metric) for metric in unmeasured], ", ")
     question = did_you_mean(unmeasured, choices)
@@ -227,14 +256,14 @@ def name_metrics(unmeasured: Sequence[str], measured: Iterable[str]) -> str:
     return f"{names} ({explanation})"
 
 
-def _judged_runs(
+def _group_by_run(
     checkpoints: Sequence[HeldCheckpoint], run_id: str | None
 ) -> list[list[HeldCheckpoint]]:
-    """Group the checkpoints that the rules apply to by run."""
-    saved = [checkpoint for checkpoint in checkpoints if not checkpoint.is_export]
+    """Return the checkpoints to which the rules apply, as a list for each run."""
     by_run: dict[str | None, list[HeldCheckpoint]] = {}
-    for checkpoint in saved:
-        by_run.setdefault(checkpoint.run_id, []).append(checkpoint)
+    for checkpoint in checkpoints:
+        if not checkpoint.is_export:
+            by_run.setdefault(checkpoint.run_id, []).append(checkpoint)
     if run_id is not None:
         return [by_run.get(run_id, [])]
     without_run = by_run.pop(None, [])
@@ -244,7 +273,10 @@ def _judged_runs(
 
 
 def newest_valid(checkpoints: Iterable[HeldCheckpoint]) -> dict[Path | str, str]:
-    """Return the reasons by path to keep the newest valid checkpoints, with and without state."""
+    """Return the newest valid checkpoint, and the newest valid one with a training state.
+
+    The result has the reason to keep each of them by its path.
+    """
     valid = sorted((checkpoint for checkpoint in checkpoints if checkpoint.valid), key=_age_key)
     with_state = [checkpoint for checkpoint in valid if checkpoint.has_state]
     reasons: dict[Path | str, str] = {}
@@ -256,27 +288,27 @@ def newest_valid(checkpoints: Iterable[HeldCheckpoint]) -> dict[Path | str, str]
 
 
 def _age_key(checkpoint: HeldCheckpoint) -> tuple[int, int, float, str]:
-    """Return the key that sorts a run's checkpoints as `catalog.in_run_order` does.
+    """Return the key that sorts the checkpoints of a run, as `catalog.in_run_order` does.
 
-    It is the step, the number and the time of creation; then the path.
+    It is the step, then the number, then the time of creation, then the path.
     """
     step = -1 if checkpoint.step is None else checkpoint.step
     return step, checkpoint.number, checkpoint.created, str(checkpoint.path)
 
 
-def _firm_reasons(
+def _reasons_without_rules(
     checkpoints: Sequence[HeldCheckpoint], runs: Sequence[Sequence[HeldCheckpoint]]
 ) -> dict[Path | str, tuple[str, ...]]:
-    """Return the reasons to keep each checkpoint regardless of the rules.
+    """Return the reasons to keep each checkpoint whatever the rules say; () if there is none.
 
-    `runs` are the checkpoints that rules apply to.
+    `runs` are the checkpoints to which rules apply.
     """
     reasons = {checkpoint.path: checkpoint.guards for checkpoint in checkpoints}
-    judged: set[Path | str] = set()
+    ruled_paths: set[Path | str] = set()
     for run in runs:
-        judged.update(checkpoint.path for checkpoint in run)
+        ruled_paths.update(checkpoint.path for checkpoint in run)
     for checkpoint in checkpoints:
-        if checkpoint.path not in judged:
+        if checkpoint.path not in ruled_paths:
             reasons[checkpoint.path] += ("of another run" if checkpoint.run_id else "of no run",)
     for run in runs:
         if not any(checkpoint.valid for checkpoint in run):
@@ -288,24 +320,24 @@ def _firm_reasons(
 
 
 def _losing_state(
-    run: Sequence[HeldCheckpoint], keep: Keep, firm: Mapping[Path | str, tuple[str, ...]]
+    run: Sequence[HeldCheckpoint], keep: Keep, fixed_reasons: Mapping[Path | str, tuple[str, ...]]
 ) -> list[HeldCheckpoint]:
-    """Return the checkpoints of a run whose training state no rule keeps."""
+    """Return the checkpoints of a run whose training state neither a rule nor a reason keeps."""
     if keep.state is None:
         return []
-    stateful = [checkpoint for checkpoint in run if checkpoint.has_state]
-    chosen = _chosen_by_rules(stateful, keep.state)
-    losing = []
-    for checkpoint in stateful:
-        if not firm[checkpoint.path] and checkpoint.path not in chosen:
-            losing.append(checkpoint)
-    return losing
+    with_state = [checkpoint for checkpoint in run if checkpoint.has_state]
+    selected = _select_by_rules(with_state, keep.state)
+    losing_state = []
+    for checkpoint in with_state:
+        if not fixed_reasons[checkpoint.path] and checkpoint.path not in selected:
+            losing_state.append(checkpoint)
+    return losing_state
 
 
-def _chosen_by_rules(
+def _select_by_rules(
     checkpoints: Sequence[HeldCheckpoint], keep: Keep
 ) -> dict[Path | str, tuple[str, ...]]:
-    """Return the checkpoints that a rule selects, each with those rules, oldest first."""
+    """Return the checkpoints that a rule selects, each with the rules that select it."""
     if not keep.has_rules:
         return {checkpoint.path: ("no rule drops it",) for checkpoint in checkpoints}
     unmeasured = sorted(set(keep.metrics) - metrics_of(checkpoints))
@@ -313,26 +345,26 @@ def _chosen_by_rules(
         reason = f"no checkpoint has {listing(unmeasured, ', ')}"
         return {checkpoint.path: (reason,) for checkpoint in checkpoints}
     valid = [checkpoint for checkpoint in checkpoints if checkpoint.valid]
-    chosen: dict[Path | str, tuple[str, ...]] = {}
+    selected: dict[Path | str, tuple[str, ...]] = {}
     for group in (checkpoints, valid):
         for checkpoint, reason in _selections(group, keep):
-            reasons = chosen.get(checkpoint.path, ())
+            reasons = selected.get(checkpoint.path, ())
             if reason not in reasons:
-                chosen[checkpoint.path] = (*reasons, reason)
-    return chosen
+                selected[checkpoint.path] = (*reasons, reason)
+    return selected
 
 
 def _selections(
     checkpoints: Sequence[HeldCheckpoint], keep: Keep
 ) -> Iterator[tuple[HeldCheckpoint, str]]:
-    """Yield each checkpoint that a rule selects, with the rule: once for each such rule."""
+    """Yield each selected checkpoint with the rule, once for each rule that selects it."""
     for checkpoint in _last_of(checkpoints, keep.last):
         yield checkpoint, f"last {keep.last}"
     for checkpoint in checkpoints:
         if _is_multiple(checkpoint.step, keep.every_steps):
             yield checkpoint, f"every {keep.every_steps} steps"
     for metric, mode, count in keep.rankings:
-        # of equal ones the oldest first
+        # The sort is stable, so of equal ones the oldest comes first.
         for checkpoint in _ranked(checkpoints, metric, mode)[:count]:
             yield checkpoint, f"best {metric}"
     for name, pattern in _PERIODS.items():
@@ -361,8 +393,8 @@ def _newest_by_period(
 ) -> dict[str, HeldCheckpoint]:
     """Return the newest checkpoint of each period, the oldest period first.
 
-    `pattern` names a period. Within a period the order is that of the run: its nodes' clocks may
-    differ.
+    `pattern` is a value of _PERIODS. Within a period the newest is the last in the order of the
+    run, because the clocks of its nodes may differ.
     """
     newest: dict[str, HeldCheckpoint] = {}
     for checkpoint in sorted(checkpoints, key=_age_key):
@@ -372,9 +404,9 @@ def _newest_by_period(
 
 
 def missed_rules(checkpoint: HeldCheckpoint, keep: Keep) -> tuple[str, ...]:
-    """Return why no rule of `keep` selects `checkpoint`: a phrase for each rule.
+    """Return for each rule a phrase that says why it does not select `checkpoint`.
 
-    `plan_pruning` drops it.
+    The caller knows that `plan_pruning` drops it.
     """
     if keep.state is not None and not checkpoint.has_weights:
         keep = keep.state
@@ -401,7 +433,7 @@ def _last_of(items: Sequence[_T], count: int | None) -> Sequence[_T]:
 
 
 def _is_count(value: object) -> bool:
-    # JSON takes no number of NumPy
+    # A whole number of NumPy is refused, because JSON cannot store it.
     return value is None or (isinstance(value, int) and is_number(value, 1))
 
 
