@@ -1,4 +1,4 @@
-"""The settings of a saver and the rules that check them when it is made."""
+"""Defines the settings of a saver. `config_rules` has the rules that check them."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -149,12 +149,13 @@ class SaverConfig:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for name, meant in (("dtype", canonical_dtype), ("every", every_of), ("keep", keep_of)):
-            object.__setattr__(self, name, meant(getattr(self, name)))
+        object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        object.__setattr__(self, "every", every_of(self.every))
+        object.__setattr__(self, "keep", keep_of(self.keep))
         check_settings(self, rules_of(self))
         if self.staging is not None:
             object.__setattr__(self, "staging", absolute_location(self.staging))
-        object.__setattr__(self, "publish", _absolute_goal(self.publish))
+        object.__setattr__(self, "publish", _absolute_publish(self.publish))
 
     @property
     def max_shard_bytes(self) -> int:
@@ -167,17 +168,23 @@ class SaverConfig:
     @property
     def rankings(self) -> dict[str, str]:
         """The metrics that checkpoints of the run are ranked by, each with "min" or "max"."""
-        keep, every = self.keep or Keep(), self.every or Every()
-        ranked = [
-            (name, mode) for name, mode, _ in (*keep.rankings, *(keep.state or Keep()).rankings)
-        ]
-        return dict(ranked if every.best is None else [*ranked, every.best])
+        rankings: dict[str, str] = {}
+        if self.keep is not None:
+            rules = [*self.keep.rankings]
+            if self.keep.state is not None:
+                rules += self.keep.state.rankings
+            rankings = {metric: mode for metric, mode, _ in rules}
+        if self.every is not None and self.every.best is not None:
+            metric, mode = self.every.best
+            rankings[metric] = mode
+        return rankings
 
 
 class SaveSettings(TypedDict, total=False):
-    """The fields of `SaverConfig` for type checkers and editors, without those of `SaverSettings`.
+    """The settings that a Trainer's user may give too, for type checkers and editors.
 
-    `background` is an argument of its own where it decides what saves return.
+    These are the fields of `SaverConfig` without `background`, `every` and `keep`. Functions have
+    an argument `background` of their own, where it decides what saves return.
     """
 
     dtype: "str | torch.dtype"
@@ -216,9 +223,9 @@ class SaverSettings(SaveSettings, total=False):
 
 
 def make_config(config: SaverConfig | None, settings: Mapping[str, object]) -> SaverConfig:
-    """Make the configuration from an object or from keywords, not both.
+    """Return `config`, or a new configuration from the keywords `settings`.
 
-    Raises ConfigError naming unknown keywords.
+    Raises ConfigError if both are given, and for unknown keywords.
     """
     if config is not None and settings:
         raise ConfigError(
@@ -234,12 +241,14 @@ def make_config(config: SaverConfig | None, settings: Mapping[str, object]) -> S
     if unknown:
         advice = [f"{name}: not a setting; {_instead_of(name, names)}" for name in unknown]
         raise ConfigError(listing(advice))
+    if config is not None:
+        return config
     values: dict[str, Any] = dict(settings)
-    return config or SaverConfig(**values)
+    return SaverConfig(**values)
 
 
-# Names that users of transformers' TrainingArguments and of other savers know, and what does it
-# here.
+# Names that users know from transformers' TrainingArguments and other libraries, and what to use
+# instead.
 FAMILIAR_NAMES = {
     "hub_model_id": "push_to_hub= of save",
     "load_best_model_at_end": "ft_ckpt.load_model(ft_ckpt.best(directory, metric))",
@@ -262,7 +271,7 @@ FAMILIAR_NAMES = {
 
 
 def _instead_of(name: str, names: Sequence[str]) -> str:
-    """Advise what to write instead of a setting that does not exist."""
+    """Return what to write instead of a setting that does not exist."""
     if name in FAMILIAR_NAMES:
         return f"use {FAMILIAR_NAMES[name]}"
     return did_you_mean([name], names) or f"settings are {', '.join(names)}"
@@ -278,23 +287,25 @@ def keep_of(keep: Any) -> Any:
     return Keep(last=keep) if isinstance(keep, int) and not isinstance(keep, bool) else keep
 
 
-def _absolute_goal(goal: Any) -> Any:
-    """Make paths in the setting `publish` absolute, because the working directory may change."""
-    if not isinstance(goal, Mapping):
-        return goal
-    absolute = dict(goal)
+def _absolute_publish(setting: Any) -> Any:
+    """Return the setting `publish` with absolute paths, as the working directory may change."""
+    if not isinstance(setting, Mapping):
+        return setting
+    absolute = dict(setting)
     for name in ("stage", "base"):
         path = absolute.get(name)
         is_hub_id = name == "base" and isinstance(path, str) and not open_place(path).is_folder
         if _is_path(path) and not is_hub_id:
             absolute[name] = absolute_location(path)
-    if isinstance(goal.get("visible_at"), Mapping):
-        folders = goal["visible_at"].items()
-        absolute["visible_at"] = {
-            absolute_location(path) if _is_path(path) else path: seen for path, seen in folders
-        }
-    if goal.get("delta") is True and isinstance(goal.get("url"), (str, os.PathLike)):
-        absolute["url"] = absolute_location(goal["url"])
+    if isinstance(setting.get("visible_at"), Mapping):
+        # our folders, and the paths at which the servers see them
+        server_paths: dict[Any, Any] = {}
+        for path, server_path in setting["visible_at"].items():
+            own_path = absolute_location(path) if _is_path(path) else path
+            server_paths[own_path] = server_path
+        absolute["visible_at"] = server_paths
+    if setting.get("delta") is True and isinstance(setting.get("url"), (str, os.PathLike)):
+        absolute["url"] = absolute_location(setting["url"])
     return absolute
 
 

@@ -31,7 +31,11 @@ _SIZE = "a size above 0, in bytes or such as '5GB' or '5GiB'"
 
 
 def rules_of(config: "SaverConfig") -> list[Rule]:
-    """Return the rules of the settings: the field, whether its value is valid, what is expected."""
+    """Return the rules of the settings.
+
+    A rule is the name of a field, a function that says whether a value is valid, and the expected
+    value in words.
+    """
     return [
         ("every", lambda every: isinstance(every, Every | None), "Every(...), a number or None"),
         ("keep", lambda keep: isinstance(keep, Keep | None), "Keep(...), a number or None"),
@@ -61,7 +65,7 @@ def rules_of(config: "SaverConfig") -> list[Rule]:
         ("staging", _is_local_folder, "a folder of this machine, or None"),
         (
             "publish",
-            _is_publish_goal,
+            _is_publish_target,
             "a server's URL, several, or a mapping of url=, after_resume= and publish's",
         ),
         ("base_id", _is_without_secrets, "a name without key, password or token"),
@@ -83,14 +87,15 @@ def _rules_of_choices(config: "SaverConfig") -> list[Rule]:
 
 
 def _rule_of_compression(config: "SaverConfig") -> Rule:
-    format_of: dict[str, str] = {}  # by method
+    """Return the rule of the setting `compression`, which depends on `format`."""
+    format_by_method: dict[str, str] = {}
     for tensor_format in tensor_formats(str(config.format)):
         for method in tensor_format.compressions:
-            format_of[method] = tensor_format.name
-    methods = [f"{method!r} with format={name!r}" for method, name in format_of.items()]
+            format_by_method[method] = tensor_format.name
+    methods = [f"{method!r} with format={name!r}" for method, name in format_by_method.items()]
     return (
         "compression",
-        lambda method: method is None or format_of.get(method) == config.format,
+        lambda method: method is None or format_by_method.get(method) == config.format,
         f"{', '.join(methods)}, which is written with no other filter, or None",
     )
 
@@ -108,8 +113,9 @@ def _is_without_secrets(value: Any) -> bool:
 
 
 def _is_template(template: str) -> bool:
+    """Check whether a template gives two steps or epochs different names of visible folders."""
     names = {template.format(step=step, epoch=step) for step in (1, 2)}
-    # hidden: never listed
+    # A name with a dot at the beginning is hidden, and such folders are never listed.
     return len(names) == 2 and "/" not in template and not template.startswith(".")
 
 
@@ -118,14 +124,14 @@ def _is_local_folder(staging: Any) -> bool:
     return staging is None or (is_path and not is_url(staging))
 
 
-def _is_publish_goal(goal: Any) -> bool:
-    """Check whether `goal` has URLs of servers, or the place of one chain of deltas.
+def _is_publish_target(setting: Any) -> bool:
+    """Check whether the setting `publish` has URLs of servers, or the folder of a chain of deltas.
 
     `ServerOptions` checks the rest.
     """
-    if goal is None:
+    if setting is None:
         return True
-    options: Mapping[Any, Any] = goal if isinstance(goal, Mapping) else {"url": goal}
+    options: Mapping[Any, Any] = setting if isinstance(setting, Mapping) else {"url": setting}
     if not all(isinstance(name, str) for name in options):
         return False
     if options.get("after_resume", "resumed") not in ("resumed", "published"):

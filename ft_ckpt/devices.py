@@ -1,4 +1,8 @@
-"""Accelerator memory: available devices, copies to and from the host, pinned host memory."""
+"""Finds accelerators, copies between them and the host, and allocates pinned host memory.
+
+Pinned memory cannot be paged out, so devices copy from and to it directly and without waiting.
+Registered memory is ordinary memory that was pinned after its allocation.
+"""
 
 import os
 import sys
@@ -13,10 +17,14 @@ from torch import Tensor
 
 from ft_ckpt.storage.io import Block, BlockAllocator, Memory, address_of, new_block, new_block_of
 
-PIECE_BYTES = 8 << 20  # copied to the host while the previous piece is in use
-_MIN_REGISTERED_BYTES = 16 << 20  # below, torch's allocator rounds up little and is faster
-_WIPEONFORK = 18  # linux 4.14: MADV_WIPEONFORK
-_PORTABLE = 1  # for all devices of the process
+# size of a piece of `host_pieces`
+PIECE_BYTES = 8 << 20
+# Smaller memory comes from torch's allocator, which is faster and rounds it up by little.
+_MIN_REGISTERED_BYTES = 16 << 20
+# MADV_WIPEONFORK of Linux 4.14: a forked process gets empty pages
+_WIPEONFORK = 18
+# cudaHostRegisterPortable: the memory is pinned for all devices of the process
+_PORTABLE = 1
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -25,7 +33,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def current_device() -> torch.device | None:
-    """Return the current accelerator of this thread, with its index, or None without one."""
+    """Return the current accelerator of this thread, with its index; None if there is none."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return None
@@ -33,32 +41,35 @@ def current_device() -> torch.device | None:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Check whether `device` is of the type of torch's current accelerator.
+    """Check whether `device` may have streams and events.
 
-    No other type can have streams and events.
+    Only devices of the type of torch's current accelerator can have them.
     """
     current = torch.accelerator.current_accelerator()
     return current is not None and is_accelerator(device) and device.type == current.type
 
 
 def choosing_device(device: torch.device) -> AbstractContextManager[None]:
-    """Make `device` this thread's current one in a block.
+    """Make `device` the current device of this thread in a block.
 
-    A new thread would use, and initialise, the first device.
+    Without it a new thread would initialize and use the first device.
     """
-    return torch.accelerator.device_index(device.index) if has_streams(device) else nullcontext()
+    if not has_streams(device):
+        return nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 def pinned_memory(size_bytes: int, device: torch.device) -> Tensor:
-    """Allocate memory for copies from and to `device`: uint8, one dimension.
+    """Allocate pinned memory for copies from and to `device`: a tensor of uint8 in one dimension.
 
-    Large memory is page-aligned.
+    Large memory is aligned to pages. If the memory cannot be pinned, it is ordinary memory.
     """
     if size_bytes and has_streams(device):
-        # torch's allocator rounds up to a power of two
-        is_rounded = size_bytes.bit_count() > 1
-        is_registered = size_bytes >= _MIN_REGISTERED_BYTES and is_rounded
-        block = _registered_block(size_bytes, device) if is_registered else None
+        # Torch's allocator rounds sizes up to a power of two, which wastes much of large memory.
+        is_rounded_up = size_bytes.bit_count() > 1
+        block = None
+        if is_rounded_up and size_bytes >= _MIN_REGISTERED_BYTES:
+            block = _registered_block(size_bytes, device)
         if block is not None:
             return torch.frombuffer(block, dtype=torch.uint8)
         with suppress(RuntimeError), choosing_device(device):
@@ -75,63 +86,75 @@ def pinned_block(size_bytes: int, device: torch.device) -> Memory:
 
 
 class RegisteredBlock(Block):
-    """Memory that stays registered with a backend while it is referenced.
+    """Memory that stays registered (pinned) while it is referenced.
 
-    In a forked process it is empty.
+    A forked process sees empty memory.
+
+    Attributes:
+        device: The device with whose backend it is registered; None if it is not registered.
+        process: The id of the process that has registered it.
     """
 
-    device: torch.device | None = None  # set when it is registered
-    process = 0  # id of the process that registered it
+    device: torch.device | None = None
+    process = 0
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Unregister the memory before it is freed; at exit the system does both."""
+        """Unregister the memory before it is freed. At exit the system does both."""
         if self.device is not None and not is_ending() and self.process == os.getpid():
             with choosing_device(self.device):
                 _runtime_of(self.device).cudaHostUnregister(address_of(self))
 
 
 def _registered_block(size_bytes: int, device: torch.device) -> RegisteredBlock | None:
-    """Allocate registered memory; return None if the backend has none, or refuses."""
+    """Allocate registered memory. Returns None if the backend cannot or does not register it."""
     runtime = _runtime_of(device)
     if runtime is None:
         return None
     block = new_block_of(RegisteredBlock, size_bytes)
-    # Pages shared with a forked process, such as a data loader's worker, are copied at the first
-    # write of either process, and the device would still use the old pages. So a fork gets empty
-    # pages; without any, unmapping fails.
+    # A fork, such as a worker of a data loader, shares pages with this process. They are copied at
+    # the first write of either process, and the device would go on with the old pages. So a fork
+    # gets empty pages. It must have some, because unmapping would fail without them.
     with choosing_device(device), suppress(OSError):
         block.madvise(_WIPEONFORK)
         if not int(runtime.cudaHostRegister(address_of(block), size_bytes, _PORTABLE)):
             block.device, block.process = device, os.getpid()
             return block
-        with suppress(RuntimeError):  # clears the error, which the next kernel would report
+        # Use the device once, to clear the error: the next kernel of the script would report it.
+        with suppress(RuntimeError):
             torch.zeros(1, device=device)
     return None
 
 
 def _runtime_of(device: torch.device) -> Any:
-    """Return CUDA's runtime, or ROCm's with the same names: torch has no general call for this."""
+    """Return the runtime of CUDA or ROCm, which have the same names; None for other devices."""
     get_runtime = getattr(torch.get_device_module(device), "cudart", None)
     return None if get_runtime is None else get_runtime()
 
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """The work that a thread had queued on a device at some point."""
+    """The work that a thread had queued on a device at one moment.
+
+    Attributes:
+        device: The device.
+        event: An event after that work. None if the backend has no events: then `record_moment` has
+            waited for the work.
+    """
 
     device: torch.device
-    event: Any  # None if the backend has no events: `record_moment` has waited for the work
+    event: Any
 
     def await_done(self) -> None:
+        """Wait until the work is done."""
         if self.event is not None:
             _await_call(self.device, self.event.synchronize)
 
 
 @torch.no_grad()
 def record_moment(device: torch.device) -> Moment:
-    """Record the work that this thread has queued on the current stream of `device`.
+    """Record which work this thread has queued on the current stream of `device` so far.
 
-    The call blocks only if the backend has no events.
+    If the backend has no events, the call waits for the work.
     """
     event = None
     if has_streams(device):
@@ -146,32 +169,34 @@ def record_moment(device: torch.device) -> Moment:
 
 @torch.no_grad()
 def copy_to_host(pairs: Iterable[tuple[Tensor, Tensor]], after: Moment) -> None:
-    """Fill host tensors (the first of each pair) from device tensors, after the moment `after`.
+    """Copy device tensors to host tensors, once the work of `after` is done.
 
-    The copies run on a stream of their own; other work of the device goes on. All bytes are there
-    when this returns.
+    A pair is (host tensor, device tensor). The copies run on a stream of their own, so other work
+    of the device goes on. All bytes have arrived when the call returns.
     """
     stream = _new_stream(after.device)
     if stream is None:
         after.await_done()
-        for target, live in pairs:
-            target.copy_(live)
+        for host_tensor, device_tensor in pairs:
+            host_tensor.copy_(device_tensor)
         return
     if after.event is not None:
         _await_call(after.device, lambda: stream.wait_event(after.event))
     try:
         with choosing_device(after.device), stream:
-            for target, live in pairs:
-                target.copy_(live, non_blocking=True)
-    finally:  # also after a failure: the caller may reuse the memory of the earlier copies
+            for host_tensor, device_tensor in pairs:
+                host_tensor.copy_(device_tensor, non_blocking=True)
+    finally:
+        # Also after a failure, because the caller may reuse the memory of the earlier copies.
         _await_call(after.device, stream.synchronize)
 
 
 @torch.no_grad()
 def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor]:
-    """Yield the elements of a one-dimensional accelerator tensor, in order, in pieces on the host.
+    """Yield the elements of a one-dimensional accelerator tensor in order, as pieces on the host.
 
-    A piece is valid until the next one is requested, which is copied meanwhile.
+    While the caller uses a piece, the next one is copied. A piece is valid until the caller
+    requests the next one.
     """
     step = max(1, piece_bytes // flat.element_size())
     buffer_bytes = min(step, flat.numel()) * flat.element_size()
@@ -179,9 +204,9 @@ def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor
     in_flight: deque[tuple[Tensor, Moment]] = deque()
     try:
         for number, start in enumerate(range(0, flat.numel(), step)):
-            live = flat[start : start + step]
-            piece = buffers[number % 2][: live.nbytes].view(flat.dtype)
-            piece.copy_(live, non_blocking=has_streams(flat.device))
+            elements = flat[start : start + step]
+            piece = buffers[number % 2][: elements.nbytes].view(flat.dtype)
+            piece.copy_(elements, non_blocking=has_streams(flat.device))
             in_flight.append((piece, record_moment(flat.device)))
             if number:
                 yield _arrived_piece(in_flight)
@@ -193,32 +218,35 @@ def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor
 
 
 class PinnedBlocks(BlockAllocator):
-    """Pinned blocks, from which `devices` copy on this thread's streams."""
+    """Allocates pinned blocks, from which `devices` copy, and waits before a block is reused."""
 
     def __init__(self, devices: frozenset[torch.device]) -> None:
         self.devices = devices
-        self._copied: dict[int, list[Moment]] = {}  # by the block's address
+        # the work that may still copy from a block, by the address of the block
+        self._copies: dict[int, list[Moment]] = {}
 
     def make_block(self, size_bytes: int) -> Memory:
         return pinned_block(size_bytes, next(iter(self.devices)))
 
     def record_copies(self, block: Memory) -> None:
         """Record the work queued on the devices, which may still copy from the block."""
-        self._copied[address_of(block)] = [record_moment(device) for device in self.devices]
+        self._copies[address_of(block)] = [record_moment(device) for device in self.devices]
 
     def await_copies(self, block: Memory) -> None:
-        for moment in self._copied.pop(address_of(block), ()):
+        """Wait until no device copies from the block any more."""
+        for moment in self._copies.pop(address_of(block), ()):
             moment.await_done()
 
 
 def _arrived_piece(in_flight: deque[tuple[Tensor, Moment]]) -> Tensor:
+    """Wait until the oldest piece has arrived on the host, and return it."""
     piece, moment = in_flight.popleft()
     moment.await_done()
     return piece
 
 
 def _new_stream(device: torch.device) -> Any:
-    """Make a stream; return None if the backend has none that can be selected."""
+    """Make a stream. Returns None if the backend has no streams that can be selected."""
     if has_streams(device):
         with suppress(RuntimeError), choosing_device(device):
             stream = torch.Stream(device)
@@ -228,9 +256,9 @@ def _new_stream(device: torch.device) -> Any:
 
 
 def _await_call(device: torch.device, call: Callable[[], Any]) -> None:
-    """Wait by `call`, or if the backend does not support it, until `device` is idle.
+    """Wait by `call`. If the backend does not support it, wait until `device` is idle.
 
-    Errors of the device are raised either way.
+    Errors of the device are raised in both cases.
     """
     with choosing_device(device):
         try:

@@ -1,4 +1,7 @@
-"""Jobs in background threads: one handle, one queue, one end at exit."""
+"""Runs jobs in background threads, and waits for them when the process exits.
+
+`BackgroundJob` is the handle that users get. `JobQueue` runs jobs one after the other.
+"""
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 - its exit hook must be registered before the one below
@@ -15,7 +18,8 @@ from weakref import WeakSet
 
 Result = TypeVar("Result")
 
-_NICE = 10  # about a tenth of a normal thread's share of a busy processor
+# The niceness of background threads: about a tenth of a normal thread's share of a busy processor.
+_NICE = 10
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,8 +54,8 @@ class BackgroundJob(Generic[Result]):
 class JobQueue:
     """Runs jobs one after the other, each in a daemon thread. The process waits for them at exit.
 
-    A ThreadPoolExecutor does not fit: Python joins its threads at exit even after an interrupt of
-    that wait. `at_exit` replaces the wait of this queue.
+    At exit `at_exit` is called, by default `join`. A ThreadPoolExecutor is not used, because Python
+    joins its threads at exit even if the user has interrupted that wait.
     """
 
     def __init__(self, at_exit: Callable[[], object] | None = None) -> None:
@@ -61,7 +65,10 @@ class JobQueue:
         _queues.add(self)
 
     def start(self, name: str, job: Callable[[], Result]) -> "Future[Result]":
-        """Run `job` in a thread of that name after all earlier jobs; the future has its outcome."""
+        """Run `job` in a thread called `name`, after all earlier jobs.
+
+        The future has its outcome.
+        """
         future: Future[Result] = Future()
         with self._lock:
             previous = self._last
@@ -81,9 +88,9 @@ class JobQueue:
         return future
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for all jobs, at most `seconds`; returns whether all have ended.
+        """Wait for all jobs, at most `seconds`. Returns whether all have ended.
 
-        A forked process has no jobs.
+        In a forked process they have ended, because a fork has no threads of its parent.
         """
         last = self._last
         if last is None:
@@ -103,8 +110,8 @@ _queues: WeakSet[JobQueue] = WeakSet()
 def end_queues() -> None:
     """Wait for the jobs of all queues.
 
-    A job may start others in another queue, as a save starts uploads, so this looks again until no
-    queue has a new job.
+    A job may start jobs in another queue, for example a save starts uploads. So this repeats until
+    no queue has a new job.
     """
     seen: set[threading.Thread | None] = {None}
     while True:
@@ -116,15 +123,15 @@ def end_queues() -> None:
             queue.at_exit()
 
 
-# Jobs use thread pools, which accept no work after their own exit hook. Hooks run in reverse order
-# of registration, so this one runs before it.
+# Jobs use thread pools, which accept no work after their own exit hook. Hooks run in the reverse
+# order of their registration, so this one runs before that of the pools, which was imported above.
 getattr(threading, "_register_atexit", atexit.register)(end_queues)
 
 
 def yield_to_training() -> None:
-    """Lower the priority of the calling thread for good; threads that it starts inherit it.
+    """Lower the priority of the calling thread for good. Threads that it starts inherit it.
 
-    The call has no effect on systems without thread priorities, or if they forbid it.
+    Nothing happens on systems that have no priorities of threads, or that forbid it.
     """
     if not sys.platform.startswith("linux"):
         return  # elsewhere the priority is that of the whole process

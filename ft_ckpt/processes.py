@@ -1,7 +1,7 @@
-"""Processes: who wrote a file, and whether that process has ended.
+"""Tells which process wrote a file, and whether that process has ended.
 
-A process is identified by its number, its start, and its machine, so that another one that got the
-same number later is not taken for it.
+A process is identified by its number, its start time and its machine. The number alone would not
+do, because a later process may get the same number.
 """
 
 import os
@@ -14,24 +14,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-OWNER = r".+-\d+-[0-9a-f]{8}"  # a result of `new_owner`, also of ft_ckpt 0.1.0
+# matches a result of `new_owner`, also one of ft_ckpt 0.1.0
+OWNER = r".+-\d+-[0-9a-f]{8}"
 _OWNER_PARTS = re.compile(
     r"(?P<start>.*)-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}", re.DOTALL
 )
 
 
 def new_owner() -> str:
-    """Make the suffix of a new hidden name: host, machine, process, random digits.
+    """Return the suffix of a new hidden file, which names this process.
 
-    At most 60 bytes, in ASCII.
+    It is host-machine-process-random, in at most 60 bytes of ASCII. For example
+    "node7-1a2b3c4d-4711-90abcdef".
     """
     return f"{_host_mark()}-{_machine_mark()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def machine_id() -> str | None:
-    """Return the boot id, equal for all containers of this machine, which see each other's locks.
+    """Return the boot id of this machine; None if unknown.
 
-    None if unknown.
+    It is the same in all containers of the machine, which see the locks of each other.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -40,15 +42,16 @@ def machine_id() -> str | None:
 
 
 def is_owner_of_this_machine(owner: str) -> bool:
-    """Check whether this result of `new_owner` is of a process of this machine."""
+    """Check whether a process of this machine has made `owner`, a result of `new_owner`."""
     match = _OWNER_PARTS.fullmatch(owner)
     return match is not None and match["machine"] == _machine_mark()
 
 
 def is_owner_gone(owner: str) -> bool:
-    """Check whether the process of this result of `new_owner` has ended; False if unknown.
+    """Check whether the process that made `owner` (by `new_owner`) has ended; False if unknown.
 
-    Containers of one machine have several host names, and do not see each other's processes.
+    It is unknown for another host name on the same machine: that is another container, whose
+    processes this one does not see.
     """
     match = _OWNER_PARTS.fullmatch(owner)
     if match is None or match["machine"] != _machine_mark():
@@ -57,9 +60,10 @@ def is_owner_gone(owner: str) -> bool:
 
 
 def process_facts() -> dict[str, Any]:
-    """Return the identity of this process for `is_gone`.
+    """Return the identity of this process, which another process passes to `is_gone`.
 
-    Its PID, start time, PID namespace, machine and host name.
+    It has the process id ("pid"), the start time, the namespace of process ids, the machine and the
+    host name.
     """
     try:
         namespace: str | None = str(Path("/proc/self/ns/pid").readlink())
@@ -70,9 +74,9 @@ def process_facts() -> dict[str, Any]:
 
 
 def is_gone(facts: Mapping[str, Any]) -> bool:
-    """Check whether the process of these `process_facts` has ended.
+    """Check whether the process has ended that `facts` (a result of `process_facts`) identifies.
 
-    False if unknown, as for one of another machine.
+    Returns False if this is unknown, for example for a process of another machine.
     """
     pid = facts.get("pid")
     if not is_of_this_machine(facts) or not isinstance(pid, int) or pid < 1:
@@ -81,44 +85,41 @@ def is_gone(facts: Mapping[str, Any]) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except (OSError, OverflowError):  # another user's
+    except (OSError, OverflowError):  # a process of another user
         pass
     return _start_time(pid) not in (None, facts.get("started"))
 
 
 def is_of_this_machine(facts: Mapping[str, Any]) -> bool:
-    """Check whether these `process_facts` are of a process that this one could see.
-
-    False if unknown.
-    """
+    """Check whether `facts` identifies a process that this process could see; False if unknown."""
     identity = process_facts()
     same = all(facts.get(name) == identity[name] for name in ("host", "machine", "namespace"))
     return same and None not in identity.values()
 
 
 def steady_seconds() -> float:
-    """Return the seconds since the boot of the machine, equal for all its processes.
+    """Return the seconds since the boot of the machine, also those while it was suspended.
 
-    They go on while it is suspended.
+    All processes of the machine get the same value.
     """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _start_time(pid: int) -> str | None:
-    """Return a process's start time in clock ticks since boot; "" for a zombie, None if unknown."""
+    """Return the start time of a process in clock ticks since boot.
+
+    Returns "" for a zombie, which has ended, and None if unknown.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # behind the name, which may have spaces
+    fields = text.rpartition(")")[2].split()  # the fields after the name, which may have spaces
     return "" if fields[0] == "Z" else fields[19]
 
 
 def _is_running(pid: int) -> bool:
-    """Check whether there is a process of this number, which may be another user's.
-
-    A zombie has ended.
-    """
+    """Check whether the process `pid` runs, also one of another user. A zombie does not run."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -129,7 +130,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _host_mark() -> str:
-    """Return the host name in at most 20 characters; containers of one machine have several."""
+    """Return the host name in at most 20 characters. Each container of a machine has its own."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:20]
 
 

@@ -1,4 +1,4 @@
-"""Bars of bytes on a terminal, for work that lasts longer than a few seconds."""
+"""Shows progress bars of bytes on a terminal, for work that lasts longer than a few seconds."""
 
 import sys
 import threading
@@ -12,7 +12,8 @@ from ft_ckpt.messages import printable
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-MIN_SECONDS = 2.0  # shorter work shows no bar
+# Work that takes less time than this shows no bar.
+MIN_SECONDS = 2.0
 _WORTH_SHOWING_BYTES = 64 << 20
 
 
@@ -20,9 +21,13 @@ class _ByteBar:
     """A bar below the program's own bars, shown after a while and cleared at the end."""
 
     def __init__(self, total_bytes: int | None, label: str) -> None:
-        self._total_bytes, self._label = total_bytes, label
-        self._begun, self._done_bytes = time.monotonic(), 0
-        self._lock = threading.Lock()  # reads are counted in several threads
+        self._total_bytes = total_bytes
+        self._label = label
+        self._begun_at = time.monotonic()
+        self._done_bytes = 0
+        # Reads are counted in several threads.
+        self._lock = threading.Lock()
+        # the bar of rich and its task, once they are shown
         self._shown: tuple[Progress, Any] | None = None
 
     def advance(self, size_bytes: int) -> None:
@@ -30,7 +35,7 @@ class _ByteBar:
         with self._lock:
             self._done_bytes += size_bytes
             if self._shown is None:
-                if time.monotonic() - self._begun < MIN_SECONDS:
+                if time.monotonic() - self._begun_at < MIN_SECONDS:
                     return
                 self._shown = self._show()
             bar, task = self._shown
@@ -63,7 +68,7 @@ class _ByteBar:
             TransferSpeedColumn(),
         )
         console = Console(stderr=True)
-        # The streams stay the program's: bars of other libraries keep writing to them.
+        # stdout and stderr are not redirected, because bars of other libraries write to them.
         bar = Progress(
             *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
         )
@@ -80,10 +85,10 @@ def _bars_of_tqdm() -> list[Any]:
 
 @contextmanager
 def track_bytes(total_bytes: int | None, label: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts some more bytes of `total_bytes` as done.
+    """Yield a function that counts more bytes as done. They are shown in a bar.
 
-    None stands for an unknown number, and 0 shows nothing. The bytes are shown in a bar, on a
-    terminal only, once the block has lasted some seconds.
+    `total_bytes` is None if the total is unknown. With 0 nothing is shown. The bar is shown on a
+    terminal only, and only once the block has lasted for some seconds.
     """
     if total_bytes == 0 or sys.stderr is None or not sys.stderr.isatty():
         yield lambda _size_bytes: None
@@ -95,7 +100,8 @@ def track_bytes(total_bytes: int | None, label: str) -> Iterator[Callable[[int],
         bar.close()
 
 
-_readers: list[Callable[[int], None]] = []  # of the blocks of `track_reads`, the innermost last
+# the counting functions of the running blocks of `track_reads`, the innermost last
+_readers: list[Callable[[int], None]] = []
 
 
 @contextmanager
@@ -110,11 +116,11 @@ def track_reads(total_bytes: int | None, label: str) -> Iterator[None]:
 
 
 def note_read(size_bytes: int) -> None:
-    """Count bytes that were read from a disk or bucket, in any thread."""
+    """Count bytes that were read from a disk or bucket. Any thread may call it."""
     for advance in _readers[-1:]:
         advance(size_bytes)
 
 
 def is_worth_showing(total_bytes: int) -> bool:
-    """Check whether a library with bars of its own shows one: from 64 MiB on, on a terminal."""
+    """Check whether to let another library show its bar: from 64 MiB on, on a terminal."""
     return total_bytes >= _WORTH_SHOWING_BYTES and sys.stderr.isatty()

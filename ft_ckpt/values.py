@@ -1,4 +1,4 @@
-"""Checks and conversions of values that users pass: sizes, metrics, steps, names, dtypes."""
+"""Checks and converts values that users pass: sizes, metrics, steps, names and dtypes."""
 
 import math
 import re
@@ -19,9 +19,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*")
 
 
 def metrics_as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Convert the current values of `metrics` to floats; return {} for None.
+    """Convert the values of `metrics` to floats. None becomes {}.
 
-    Values are numbers, or tensors or arrays of one element. Raises ConfigError naming all values
+    A value is a number, or a tensor or array of one element. Raises ConfigError naming all values
     that are not one real number, and if `metrics` is not a mapping.
     """
     if metrics is None:
@@ -50,12 +50,12 @@ def metrics_as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def optional_step(step: Any) -> int | None:
-    """Return `step` as an int, or None. Raises ConfigError for anything else, as `whole_step`."""
+    """Return `step` as an int, or None if it is None. Raises ConfigError for anything else."""
     return None if step is None else whole_step(step)
 
 
 def whole_step(step: Any) -> int:
-    """Return `step` as an int. Raises ConfigError unless it is a non-negative integer."""
+    """Return `step` as an int. Raises ConfigError if it is not an integer from 0 on."""
     if not is_number(step, 0, whole=True):
         raise ConfigError(f"step={step!r:.80}: expected a non-negative integer")
     return int(step)
@@ -64,7 +64,7 @@ def whole_step(step: Any) -> int:
 def as_names(names: Any, what: str) -> tuple[str, ...]:
     """Return the names in an argument, which is one name or an iterable of them.
 
-    `what` is the argument in messages. Raises ConfigError for anything else.
+    `what` names the argument in errors. Raises ConfigError for anything else.
     """
     if isinstance(names, str):
         return (names,)
@@ -75,9 +75,10 @@ def as_names(names: Any, what: str) -> tuple[str, ...]:
 
 
 def parse_size(size: int | str) -> int:
-    """Return the bytes of a size, an int or a string such as "500MB" or "500MiB" (binary units).
+    """Return a size in bytes.
 
-    Raises ConfigError when `size` is neither.
+    `size` is an int, or a string such as "500MB" (500 * 1000**2) or "500MiB" (500 * 1024**2).
+    Raises ConfigError for anything else.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         return size
@@ -107,9 +108,10 @@ def human_size(size_bytes: float) -> str:
 
 
 def canonical_dtype(dtype: Any) -> Any:
-    """Return torch's name of a dtype ("bfloat16"), for a torch.dtype, its name or a short name.
+    """Return torch's name of a dtype, such as "bfloat16".
 
-    Anything else is returned unchanged.
+    `dtype` is a torch.dtype, its name or a short name such as "bf16". Anything else is returned
+    unchanged.
     """
     name = dtype
     if type(dtype).__name__ == "dtype":
@@ -121,7 +123,7 @@ def canonical_dtype(dtype: Any) -> Any:
 
 
 def _as_float(value: Any) -> float | None:
-    """Convert `value` to a float; return None when it is not one real number."""
+    """Convert `value` to a float. Returns None if it is not one real number."""
     shape = getattr(value, "shape", ())
     if isinstance(value, (str, bytes, bytearray)) or math.prod(shape) != 1:
         return None
@@ -132,5 +134,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def _value_kind(value: Any) -> str:
+    """Return the class of a value in words, with the shape of a tensor or array."""
+    name = f"a {type(value).__name__}"
     shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" + (f" of shape {list(shape)}" if shape else "")
+    return f"{name} of shape {list(shape)}" if shape else name
