@@ -1,4 +1,4 @@
-"""Every exception ft_ckpt raises on purpose.
+"""Defines every exception that ft_ckpt raises on purpose, and functions that raise them.
 
     CheckpointError
     ├── ConfigError            ValueError          an invalid setting or argument
@@ -48,9 +48,10 @@ class CheckpointError(Exception):
     """Base class of all errors of ft_ckpt."""
 
     node: str | None = None
-    """Host name of the node on which it occurred; the message ends with it.
+    """Host name of the node on which the error occurred. The message ends with it.
 
-    "": the message is of another rank and has it; None: unknown, or all ranks are on one node.
+    It is "" if the message comes from another rank and has the name already. It is None if the node
+    is unknown, or if all ranks are on one node.
     """
 
     def __init__(self, *args: object) -> None:
@@ -164,7 +165,9 @@ class RanksDisagreeError(RankError):
 class Problem:
     """A problem of a file or a checkpoint.
 
-    `is_transient`: the system cannot read the file now, which may be whole.
+    Attributes:
+        text: The file, and what is wrong with it.
+        is_transient: Whether the system cannot read the file now. The file may be intact.
     """
 
     text: str
@@ -176,31 +179,31 @@ class Problem:
 
 def listing(items: Sequence[str | Problem], separator: str = "; ", max_items: int = 8) -> str:
     """Join the first `max_items` of `items` in one line, and add the number of the others."""
-    shown = separator.join(str(item) for item in items[:max_items])
-    return (
-        shown if len(items) <= max_items else f"{shown}{separator}and {len(items) - max_items} more"
-    )
+    text = separator.join(str(item) for item in items[:max_items])
+    if len(items) > max_items:
+        text = f"{text}{separator}and {len(items) - max_items} more"
+    return text
 
 
-# field, predicate, the expected value in words
+# the name of a field, whether a value of it is valid, and the expected value in words
 Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]
 
 
 def check_settings(settings: Any, rules: Iterable[Rule]) -> None:
-    """Raise ConfigError that names every field whose value does not satisfy its rule.
+    """Raise ConfigError naming every field whose value does not satisfy its rule.
 
-    `settings` is a dataclass. Of fields that its repr leaves out, only text is shown: others may
-    contain secrets.
+    `settings` is a dataclass. Fields that its repr leaves out may contain secrets, so of their
+    values only text is shown.
     """
-    secret = {field.name for field in fields(settings) if not field.repr}
+    secret_fields = {field.name for field in fields(settings) if not field.repr}
     problems = []
     for field, is_valid, words in rules:
         value = getattr(settings, field)
         if _satisfies(is_valid, value):
             continue
-        is_secret = field in secret and not isinstance(value, str)
-        shown = SECRET if is_secret else repr(value)
-        problems.append(f"{field}={shown}: expected {words}")
+        is_secret = field in secret_fields and not isinstance(value, str)
+        text = SECRET if is_secret else repr(value)
+        problems.append(f"{field}={text}: expected {words}")
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -208,7 +211,8 @@ def check_settings(settings: Any, rules: Iterable[Rule]) -> None:
 def refuse_unknown_fields(kind: type[Any], values: Iterable[Any], names: Iterable[str]) -> None:
     """Raise ConfigError for arguments that the dataclass `kind` does not take.
 
-    `values` came without a name; of `names` those are wrong that the class lacks.
+    `values` are the arguments without a name, of which it takes none. `names` are the names of the
+    others.
     """
     choices = [field.name for field in fields(kind)]
     for value in values:
@@ -222,7 +226,7 @@ def refuse_unknown_fields(kind: type[Any], values: Iterable[Any], names: Iterabl
 
 
 def _satisfies(is_valid: Callable[[Any], bool], value: Any) -> bool:
-    """Return the answer of a predicate; False for a value that it cannot take."""
+    """Return the answer of `is_valid`; False if it raises an error, as for another type."""
     with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return is_valid(value)
     return False
@@ -231,14 +235,22 @@ def _satisfies(is_valid: Callable[[Any], bool], value: Any) -> bool:
 def is_number(
     value: Any, minimum: float = -math.inf, maximum: float = math.inf, *, whole: bool = False
 ) -> bool:
-    """Check for a real number in [minimum, maximum], an integer if `whole`; a bool is not one."""
+    """Check whether a value is a real number in [minimum, maximum], or with `whole` an integer.
+
+    True and False are not numbers here.
+    """
     kind: Any = Integral if whole else Real
-    return isinstance(value, kind) and not isinstance(value, bool) and minimum <= value <= maximum
+    if not isinstance(value, kind) or isinstance(value, bool):
+        return False
+    return bool(minimum <= value <= maximum)
 
 
 @contextmanager
 def explained(target: object) -> Iterator[None]:
-    """Convert every OSError of the block into a TargetError; of a full disk, a NoSpaceError."""
+    """Convert an OSError of the block into a TargetError, or on a full disk into a NoSpaceError.
+
+    `target` is what the block writes.
+    """
     try:
         yield
     except CheckpointError:
@@ -257,12 +269,15 @@ def explained(target: object) -> Iterator[None]:
 
 
 class damaged_input:  # noqa: N801 - reads as a statement where it is used
-    """Convert errors of the block, which reads `source`, into errors of ft_ckpt that name `source`.
+    """Converts errors of the block, which reads `source`, into errors of ft_ckpt that name it.
 
-    An OSError becomes an UnreadableError, a missing file a NotACheckpointError, an ImportError a
-    ConfigError. Any other error is attributed to damaged bytes and becomes a CorruptError. The
-    manager is a class because it is entered for each tensor, and a generator takes 1.5 times as
-    long.
+        FileNotFoundError    NotACheckpointError
+        another OSError      UnreadableError
+        ImportError          ConfigError
+        any other error      CorruptError, because it is attributed to damaged bytes
+
+    This context manager is a class because it is entered for each tensor, and a generator would
+    take 1.5 times as long.
     """
 
     __slots__ = ("source",)
@@ -303,7 +318,7 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """Find the OSError that caused `error`, or None; libraries wrap it in their errors."""
+    """Return the OSError that caused `error`; None if there is none. Libraries wrap such errors."""
     while error is not None and not (isinstance(error, OSError) and error.errno is not None):
         error = error.__cause__ or error.__context__
     return error
@@ -314,7 +329,8 @@ def reason_of(error: OSError) -> str:
     return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
 
 
-_IN_WORDS: tuple[tuple[type[BaseException], str], ...] = (  # for errors whose messages say little
+# descriptions of errors whose own messages say little
+_IN_WORDS: tuple[tuple[type[BaseException], str], ...] = (
     (UnicodeDecodeError, "no text in UTF-8"),
     (RecursionError, "nested too deeply"),
     (EOFError, "it ends early"),
@@ -324,9 +340,10 @@ _IN_WORDS: tuple[tuple[type[BaseException], str], ...] = (  # for errors whose m
 
 
 def shown(error: BaseException) -> str:
-    """Describe a library's error without Python's name for it, in bounded time and length.
+    """Describe the error of a library in a few words, without the name of its class.
 
-    Values from a file may be nested endlessly.
+    Only texts and numbers of the error are shown, because other values come from a file and may be
+    nested endlessly.
     """
     parts = [part for part in error.args if isinstance(part, (str, int))]
     text = ", ".join(printable(str(part))[:200] for part in parts[:3])

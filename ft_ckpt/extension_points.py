@@ -1,8 +1,9 @@
-"""Access to code in higher layers, which is named by import strings and imported on use.
+"""Imports code of higher layers when it is used, by import strings.
 
 An import string is "package.module:name". The tables of formats, stores, wrappers and optimizers
-consist of them, so that a lower layer imports no extension, and a process only those that it uses.
-Import-linter does not see them; `tests/project/test_extension_points.py` resolves each of them.
+consist of import strings. So a lower layer imports no extension, and a process imports only the
+extensions that it uses. Import-linter does not see them. The test
+`tests/project/test_extension_points.py` resolves each of them.
 """
 
 from pkgutil import resolve_name

@@ -1,9 +1,7 @@
-"""Text for terminals and logs.
+"""Makes text safe for terminals and logs: names, file contents, URLs and answers of servers.
 
-Names, file contents, URLs and server responses are made printable here.
-
-Every error, warning, log record and line of output passes `printable`: control characters are
-escaped, secrets in URLs removed. Nothing else in ft_ckpt calls `warnings.warn` or
+Every error, warning, log record and line of output passes `printable`, which escapes control
+characters and removes secrets from URLs. Nothing else in ft_ckpt calls `warnings.warn` or
 `logging.getLogger`, and only `cli.options` calls `print`.
 """
 
@@ -18,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 SECRET = "***"  # noqa: S105 - a placeholder, not a secret
-# The text may be hostile and long, so that each repetition inside of another one has a bound.
+# The text may be hostile and long. So each repetition inside another one has a bound.
 _USER_INFO = re.compile(
     r"""
     (?P<mark>
@@ -66,9 +64,10 @@ _TOKEN = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-# frames between a warning and the user's line; threading ends the stack of a thread of ft_ckpt
+# Packages whose frames are skipped to find the user's line. The stack of a thread of ft_ckpt has no
+# other frames, because it ends in `threading`.
 _PASSED_PACKAGES = {"ft_ckpt", "concurrent", "contextlib", "functools", "threading"}
-# schemes whose user info without ":" is no secret
+# schemes of URLs whose user info without ":" is no secret, but a container or a user
 _NAMED_CONTAINER = re.compile(r"(abfss?|wasbs?|ssh|sftp|git)$")
 
 
@@ -78,9 +77,9 @@ def install_hint(name: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Replace tokens, and user info and signing parameters in URLs, by "***".
+    """Replace tokens, user info in URLs and signing parameters of URLs by "***".
 
-    URLs are recognised with and without a scheme.
+    URLs are recognized with and without a scheme.
     """
     text = _TOKEN.sub(lambda token: f"{token['kind'] or token['scheme']}{SECRET}", text)
     if ":" in text:
@@ -122,7 +121,8 @@ class _CleanRepr(reprlib.Repr):
 def short_repr(value: Any, max_chars: int = 30) -> str:
     """Shorten `repr(value)` to a few elements of containers and `max_chars` of each text.
 
-    Secrets are removed before shortening, because they are not recognised in a part of a URL.
+    Secrets are removed before the text is shortened, because they cannot be recognized in a part of
+    a URL.
     """
     shortened = _CleanRepr()
     shortened.maxstring = shortened.maxother = max_chars
@@ -135,7 +135,7 @@ def printable_lines(text: str) -> str:
 
 
 def clean_causes(error: BaseException | None) -> None:
-    """Make the messages of a library's error and its causes printable, as tracebacks show them."""
+    """Make the messages of a library's error and of its causes printable, for tracebacks."""
     while error is not None:
         args = [printable_lines(arg) if isinstance(arg, str) else arg for arg in error.args]
         error.args = tuple(args)
@@ -143,9 +143,9 @@ def clean_causes(error: BaseException | None) -> None:
 
 
 def nearest_names(words: Iterable[str], choices: Iterable[str]) -> list[str]:
-    """Return the choice nearest to each of `words`, without duplicates.
+    """Return for each of `words` the choice nearest to it, without duplicates.
 
-    Words without a near choice are skipped.
+    A word without a near choice is skipped.
     """
     names = list(choices)
     nearest: dict[str, None] = {}
@@ -155,7 +155,7 @@ def nearest_names(words: Iterable[str], choices: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(words: Iterable[str], choices: Iterable[str]) -> str:
-    """Ask "did you mean ...?" with the choices near to `words`; return "" if none is near."""
+    """Return "did you mean ...?" with the choices near to `words`; "" if none is near."""
     nearest = nearest_names(words, choices)
     return f"did you mean {', '.join(nearest)}?" if nearest else ""
 
@@ -169,19 +169,20 @@ def expected_one_of(word: str, choices: Iterable[str]) -> str:
 
 
 class CheckpointWarning(UserWarning):
-    """A warning of this project."""
+    """A warning of ft_ckpt."""
 
 
 def warn(text: str) -> None:
-    """Issue a CheckpointWarning for the line of the user's program that called ft_ckpt.
+    """Issue a CheckpointWarning that names the line of the user's program that called ft_ckpt.
 
-    In a thread of ft_ckpt, and at the end of the process, it names the line that called `warn`.
+    In a thread of ft_ckpt and at the end of the process there is no such line: then the warning
+    names the line that called `warn`.
     """
     warnings.warn(printable(text), CheckpointWarning, stacklevel=_level_of_user())
 
 
 def _level_of_user() -> int:
-    """Return the `stacklevel` with which the caller names the innermost line outside of ft_ckpt."""
+    """Return the `stacklevel` with which `warn` names the innermost line outside of ft_ckpt."""
     frame: FrameType | None = sys._getframe(2)  # the caller of `warn`
     level = 2
     while frame is not None:
@@ -194,6 +195,7 @@ def _level_of_user() -> int:
 
 
 def _hide_user_info(match: re.Match[str]) -> str:
+    """Return the text of a match of _USER_INFO without its secret."""
     if match["rest"]:
         return f"{match['mark']}{SECRET}"
     scheme = match.string[max(0, match.start() - 5) : match.start()]
@@ -202,7 +204,9 @@ def _hide_user_info(match: re.Match[str]) -> str:
 
 
 def _clean_record(record: logging.LogRecord) -> bool:
-    record.msg, record.args = printable(record.getMessage()), None
+    """Make the message of a log record printable. A filter of logging; it keeps every record."""
+    record.msg = printable(record.getMessage())
+    record.args = None
     return True
 
 
@@ -211,7 +215,7 @@ LOG.addFilter(_clean_record)
 
 
 def announce(text: str) -> None:
-    """Log one fact for the user of a run, or print it on stderr if no logger is configured.
+    """Log a sentence for the user of a run, or write it to stderr if no logger is configured.
 
     `logging.getLogger("ft_ckpt").setLevel(logging.WARNING)` silences it.
     """

@@ -1,4 +1,4 @@
-"""`CheckpointSaver`: the interface of ft_ckpt to a training script."""
+"""Defines `CheckpointSaver`, through which a training script saves and resumes."""
 
 import atexit
 import sys
@@ -50,10 +50,11 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
+# the savers of this process that are not closed
 _OPEN: WeakSet["CheckpointSaver[Any]"] = WeakSet()
 
-
-SaveResult = TypeVar("SaveResult", default=SaveReport)  # what a saver's saves return
+# what the saves of a saver return: a report, or a handle of a save in the background
+SaveResult = TypeVar("SaveResult", default=SaveReport)
 Batch = TypeVar("Batch")
 
 
@@ -81,16 +82,17 @@ class SaveArguments(TypedDict, total=False):
 class CheckpointSaver(Generic[SaveResult]):
     """Saves and resumes a training run, and saves models as Hugging Face tools load them.
 
-    `accelerator`: its prepared models are checked now, so that a run does not fail at its end
-    because of a generation config that was invalid from the start. `directory`: where `save` with a
-    step and without a path puts checkpoints, also after the script has changed its working
-    directory. `settings`: the fields of `SaverConfig`, which may be passed as `config` instead.
-    `on_saved`: one or several functions, called on rank 0 with the report of each committed save,
-    in the thread that finished it; their errors become warnings. They must not call the saver.
+    `accelerator`: its prepared models are checked now. So a run does not fail at its end because of
+    a generation config that was invalid from the start. `directory`: the folder or URL for
+    checkpoints that are saved without a path. A relative path stays valid if the script changes its
+    working directory. `settings`: the fields of `SaverConfig`, which may be passed as `config`
+    instead. `on_saved`: one or several functions that rank 0 calls with the report of each
+    committed save, in the thread that finished it. Their errors become warnings. They must not call
+    the saver.
 
     Raises ConfigError for invalid settings, CompanionError for a tokenizer or generation config
     that does not fit, SelectionError for optimizers and other objects of a run whose state cannot
-    be saved, TargetError when `directory` cannot be written.
+    be saved, and TargetError if `directory` cannot be written.
     """
 
     @overload
@@ -165,14 +167,12 @@ class CheckpointSaver(Generic[SaveResult]):
             place = open_place(directory, **self.config.client_options)
         self._places = open_run_places(place, self.config, lambda: self._current_ranks().is_main)
         for model in getattr(accelerator, "_models", None) or ():
-            # A template takes its tokens from the tokenizer, which may be given to save() only.
-            check_companions(
-                unwrap(model),
-                tokenizer,
-                self.config.chat_template_name if tokenizer else None,
-            )
+            # A chat template needs the tokens of the tokenizer, which `save` may get later.
+            template_name = self.config.chat_template_name if tokenizer else None
+            check_companions(unwrap(model), tokenizer, template_name)
         self._run = TrainingRun(accelerator, self.config)
-        self._epochs: int | None = None  # argument of `remaining`
+        # the argument of `remaining`
+        self._epochs: int | None = None
         self._pending = SaveRunner(self._run.objects.steppers, background=self.config.background)
         follow_ups = open_follow_ups(on_saved, self._places, self.config)
         is_rehearsal = self._rehearsal is not None
@@ -249,31 +249,32 @@ class CheckpointSaver(Generic[SaveResult]):
     ) -> Any:
         """Save `model`, or a part of it, to the folder `path`. Call on every rank.
 
-        Returns when the checkpoint is durable. With `background` it returns at once if possible;
-        the handle and the next call of the saver report the outcome, and both raise if the save
-        failed. The keywords that are not listed here override the saver's settings.
+        Returns the report when the checkpoint is durable. With `background` it returns a handle at
+        once if possible. The handle and the next call of the saver report the outcome, and both
+        raise an error if the save has failed. The keywords that are not explained here override the
+        settings of the saver.
 
         The whole model is saved (of torch's AveragedModel the inner one), or the submodule at
-        `attribute`; several attributes get a folder each. `adapter_only` is required for a model
-        with PEFT adapters: True saves the adapters alone, False the base and the adapters side by
-        side, which only `ft_ckpt.load_model` puts together. `path` defaults to
-        `directory`/checkpoint-`step`; a checkpoint with training state is never replaced. Within a
-        run `step` and `metrics` default to those of its last step. `state_dict`: tensors to save
-        instead of the live ones; it must agree with the model. `extra_files`: files of rank 0 by
-        path in the checkpoint.
+        `attribute`. Several attributes get a folder each. `adapter_only` is required for a model
+        with PEFT adapters: True saves the adapters alone. False saves the base and the adapters
+        side by side, which only `ft_ckpt.load_model` puts together. `path` is by default
+        `directory`/checkpoint-`step`. A checkpoint with training state is never replaced. Within a
+        run `step` and `metrics` are by default those of its last step. `state_dict` has tensors to
+        save instead of the live ones, and must agree with the model. `extra_files` has files of
+        rank 0 by their path in the checkpoint.
 
-        `merged` True stores one plain model, with the active adapters merged into a copy of the
-        base, layer by layer; names choose adapters, a mapping gives each a weight. A quantised base
-        is refused: `ft_ckpt.merge` merges the adapter's files into the model that was quantised.
-        `check`="logits", or a batch, compares the output of the saved folder in transformers with
-        the live model before the commit. With `push_to_hub` ("user/name", or a URL) rank 0 then
-        pushes the checkpoint there in the background, as `ft_ckpt.push` does; the report's `push`
-        is the handle.
+        `merged` True stores one plain model: the active adapters are merged into a copy of the
+        base, layer by layer. Names choose adapters, and a mapping gives each a weight. A quantised
+        base is refused: `ft_ckpt.merge` merges the adapter's files into the model that was
+        quantised. `check`="logits", or a batch, compares the output of the saved folder in
+        transformers with that of the live model before the commit. With `push_to_hub` ("user/name",
+        or a URL) rank 0 then pushes the checkpoint there in the background, as `ft_ckpt.push` does.
+        The report's `push` is the handle.
 
-        Raises SelectionError when the model lacks the requested part or the request is ambiguous,
-        IncompleteError when the files would differ from the model, TargetError or NoSpaceError when
-        it cannot be written, RankError when another rank failed, RanksDisagreeError when ranks
-        called differently or not at all; nothing is committed then.
+        Nothing is committed if an error is raised: SelectionError if the model lacks the requested
+        part or the request is ambiguous, IncompleteError if the files would differ from the model,
+        TargetError or NoSpaceError if it cannot be written, RankError if another rank has failed,
+        RanksDisagreeError if ranks called it with different arguments or not at all.
         """
         config = self._config_with(
             dtype=dtype,
@@ -289,10 +290,11 @@ class CheckpointSaver(Generic[SaveResult]):
         check_tokenizer_argument(tokenizer)
         check_mappings(state_dict=state_dict, extra_files=extra_files)
         step = optional_step(step)
-        facts = self._run.facts_of_save(step, metrics_as_floats(metrics))
+        run_fields = self._run.fields_of_save(step, metrics_as_floats(metrics))
         model = model_inside(model)
         self._saves.wait_for_pending()
-        if target is None and step is not None:  # into the directory of the run
+        is_in_directory = target is None and step is not None
+        if is_in_directory:
             self._saves.take_lease()
         excluded = {"adapter_only": adapter_only, "attribute": attribute, "state_dict": state_dict}
         attribute = self.config.attribute if attribute is None else attribute
@@ -315,9 +317,9 @@ class CheckpointSaver(Generic[SaveResult]):
                 state_dict=state_dict,
                 extra_files=dict(extra_files or {}),
                 notes=tuple(notes),
-                make_room=room_maker(config.keep, facts["step"], facts.get("run_id")),
+                make_room=room_maker(config.keep, run_fields["step"], run_fields.get("run_id")),
                 follow_up=follow_up,
-                **facts,
+                **run_fields,
             )
 
         return self._pending.save(make_request, config)
@@ -335,12 +337,12 @@ class CheckpointSaver(Generic[SaveResult]):
     ) -> PublishReport | None:
         """Save `model` as `save` does, and publish it from rank 0 to one server or several.
 
-        Call on every rank. `url` is that of the server, or several. Of a model with PEFT adapters
-        the adapters are saved, unless `adapter_only` or `merged` says otherwise. A run never prunes
-        what is saved here. `settings` are those of `ft_ckpt.publish`. Returns the report on rank 0,
-        None on the others.
+        Call on every rank. `url` is the URL of a server, or several URLs. If the model has PEFT
+        adapters, the adapters alone are saved, unless `adapter_only` or `merged` says otherwise. A
+        run never deletes what is saved here. `settings` are those of `ft_ckpt.publish`. Returns the
+        report on rank 0, None on the others.
 
-        Raises what `save` and `ft_ckpt.publish` raise, RankError on the other ranks.
+        Raises what `save` and `ft_ckpt.publish` raise, and RankError on the other ranks.
         """
         options = server_options(url, settings)
         if adapter_only is None:
@@ -348,24 +350,24 @@ class CheckpointSaver(Generic[SaveResult]):
         saved = self.save(
             model, path, adapter_only=adapter_only, merged=merged, step=step, background=False
         )
-        place = (saved.result() if isinstance(saved, PendingSave) else saved).place
+        save_report = saved.result() if isinstance(saved, PendingSave) else saved
         ranks = self._current_ranks()
 
-        def publish_on_rank_0() -> PublishReport | None:
-            return publish(place, options) if ranks.is_main else None
+        def publish_on_leader() -> PublishReport | None:
+            return publish(save_report.place, options) if ranks.is_main else None
 
-        report = ranks.run("saver.publish()", publish_on_rank_0)
+        report = ranks.run("saver.publish()", publish_on_leader)
         if report is not None:
             self._run.published = report.version
         return report
 
     def register(self, **objects: Any) -> None:
-        """Name objects of the run that Accelerate does not know. Call on every rank.
+        """Add objects to the run that Accelerate does not know. Call on every rank.
 
-        These objects are saved and resumed with the run. `model` is the one whose weights are
-        saved. Further modules (an average of the weights), optimizers, schedulers and all objects
-        with `state_dict` and `load_state_dict` are saved with their state. Raises SelectionError
-        for other objects.
+        The objects are saved and resumed with the run, under the names of the arguments. `model` is
+        the model whose weights are saved. Other modules (such as an average of the weights),
+        optimizers, schedulers and all objects with `state_dict` and `load_state_dict` are saved
+        with the training state. Raises SelectionError for any other object.
         """
         self._run.register(objects)
 
@@ -377,20 +379,20 @@ class CheckpointSaver(Generic[SaveResult]):
         timeout_seconds: float = 300.0,
         **groups: int,
     ) -> str:
-        """Invite other processes to hand in parts of each checkpoint. Call on every rank.
+        """Invite other processes to hand in files for each checkpoint. Call on every rank.
 
-        Call it after `resume`. Each name is that of a `Writer`; a group, such as rollout=4, invites
-        "rollout-0" to "rollout-3". From now on a save of the run asks all of them for their state,
-        and commits when all have handed in theirs for its step; a save in the background waits for
+        Call it after `resume`. Each name is that of a `Writer`. A group, such as rollout=4, invites
+        "rollout-0" to "rollout-3". From now on a save of the run asks all of them for their files,
+        and commits when all have handed in those of its step. A save in the background waits for
         them in the background. If writers or groups in `optional` are missing, it commits without
-        them after `timeout_seconds`, or when their process has ended; the report's notes name them.
-        Returns the token of the session; a `Writer` with this token joins no other session.
+        them after `timeout_seconds`, or when their process has ended. The report's notes name them.
+        Returns the token of the session. A `Writer` with this token joins no other session.
 
-        Raises WriterError if the checkpoint that was resumed lacks the part of a writer, or has one
-        of a writer that is not invited, unless `allow` names it; TargetError while another process
-        has invited writers to the directory; ConfigError for invalid names, without a directory and
-        with `staging`. Saves raise WriterError naming the writers that have ended, failed, or
-        handed in nothing in time.
+        Raises WriterError if the checkpoint that was resumed lacks the files of a writer, or has
+        files of a writer that is not invited, unless `allow` names it. Raises TargetError while
+        another process has invited writers to the directory. Raises ConfigError for invalid names,
+        without a directory, and with `staging`. Saves raise WriterError naming the writers that
+        have ended, have failed, or have handed in nothing in time.
         """
         if not is_number(timeout_seconds, 0):
             raise ConfigError(
@@ -408,7 +410,7 @@ class CheckpointSaver(Generic[SaveResult]):
 
     @property
     def progress(self) -> Progress:
-        """The progress of the run: steps as `step` counts them, data position as in `remaining`."""
+        """The progress of the run: the steps that `step` counts, the position of `remaining`."""
         return self._run.progress
 
     def remaining(
@@ -417,20 +419,24 @@ class CheckpointSaver(Generic[SaveResult]):
         """Yield the batches of `loader` that the run has not seen.
 
         The loop ends with the epoch, or with the last of `epochs`. After `resume` it continues
-        exactly where the checkpoint was made; with `replay` also for random augmentation in loader
-        workers, by reading seen batches again and dropping them. Epochs are counted per loader. On
-        resume, loaders are matched by dataset, or else by the order of the calls. Checkpoints that
-        are due at the end of an epoch are made there if the loader could not tell its last batch.
-        After all `epochs` the last step is saved if there is a schedule and the step was not saved.
+        exactly where the checkpoint was made. With `replay` this holds for random augmentation in
+        loader workers too: the seen batches are read again and dropped. Epochs are counted for each
+        loader. After a resume, a loader is recognized by its dataset, or else by the order of the
+        calls.
+
+        If a checkpoint is due at the end of an epoch and the loader could not tell its last batch,
+        it is saved at the end of the loop. After all `epochs` the last step is saved, if there is a
+        schedule and the step was not saved yet.
         """
         check_loop(loader, epochs)
         feed = self.place_in(loader, replay)
-        self._epochs = epochs or self._epochs
+        if epochs:
+            self._epochs = epochs
         is_done = epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None
         if is_done and self._current_ranks().is_main:
             LOG.info("the run is finished: %d of %d epochs are done", feed.epoch, epochs)
         while epochs is None or feed.epoch < epochs:
-            # Looked up again, because the run may have been rolled back.
+            # Looked up again, because the script may have called `resume` in the loop.
             feed = self.place_in(loader, replay)
             batches = self._saves.read_until_signal(feed.batches())
             batches = self._run.watch_loop(batches, self._current_ranks())
@@ -444,9 +450,9 @@ class CheckpointSaver(Generic[SaveResult]):
         self._saves.save_last()
 
     def place_in(self, loader: Any, replay: bool | None = None) -> DataPosition:
-        """Return the data position of `loader`.
+        """Return the position of the run in the data of `loader`.
 
-        Integrations that iterate the loader use it; training loops use `remaining`.
+        It is for integrations that iterate the loader themselves. Training loops use `remaining`.
         """
         return self._run.feeds.position_of(
             loader, self._current_ranks(), replay, self.config.on_difference
@@ -456,20 +462,21 @@ class CheckpointSaver(Generic[SaveResult]):
     def step(
         self, metrics: Mapping[str, Any] | None = None, *, step: int | None = None
     ) -> SaveResult | None:
-        """Report a finished batch, and save the run when it is due.
+        """Report a finished batch, and save the run if a save is due.
 
-        Call on every rank, after every batch. A step is counted when an optimizer has stepped;
-        batches of an accumulation are skipped, whether Accelerate or the script accumulates. The
-        optimizers must be prepared by Accelerate or registered; without any, every call counts.
-        `step` sets the count instead. `metrics`: real numbers, also as tensors or arrays of one
-        element. After a save for a signal the process exits on all ranks, see `Every.signals`.
+        Call on every rank, after every batch. A step is counted when an optimizer has stepped. The
+        other batches of an accumulation do not count, whether Accelerate or the script accumulates.
+        The optimizers must be prepared by Accelerate or registered. Without any, every call counts.
+        `step` sets the count instead. `metrics` are real numbers, also as tensors or arrays of one
+        element. After a save on a signal the process exits on all ranks, see `Every.signals`.
 
-        Raises ConfigError for invalid metrics and steps, and what `save_state` raises; with
-        on_failure="warn" a failed save gives a warning, and training continues. If there is a
-        schedule, the first call raises SelectionError for state that the optimizers have made and
-        that cannot be saved.
+        Returns the report of a save, or None. Raises ConfigError for invalid metrics and steps, and
+        what `save_state` raises. With on_failure="warn" a failed save gives a warning, and training
+        continues. If there is a schedule, the first step raises SelectionError for state that the
+        optimizers have made and that cannot be saved.
         """
-        numbers, step = metrics_as_floats(metrics), optional_step(step)
+        numbers = metrics_as_floats(metrics)
+        step = optional_step(step)
         if not self._run.is_batch_done():
             return None
         if not self._run.has_begun:
@@ -484,7 +491,8 @@ class CheckpointSaver(Generic[SaveResult]):
                 self._current_ranks().is_main,
                 lambda path: self.save_state(path=path, metrics=numbers),
             )
-        return cast("SaveResult | None", report)  # a saver's settings decide
+        # The settings of the saver decide which type it is.
+        return cast("SaveResult | None", report)
 
     @overload
     def save_state(
@@ -557,26 +565,28 @@ class CheckpointSaver(Generic[SaveResult]):
     ) -> Any:
         """Save a checkpoint that the run can be resumed from. Call on every rank.
 
-        The checkpoint contains the weights, and the state of the objects that Accelerate prepared
-        and of the registered ones; `objects` are registered first. If only PEFT adapters are
+        The checkpoint has the weights, and the state of the objects that Accelerate has prepared or
+        the script has registered. `objects` are registered first. If only PEFT adapters are
         trained, only these are saved, unless `adapter_only` says otherwise. Weights that the
         model's files have in another dtype, or not at all, are stored exactly with the state.
-        `extra_files`, `background` and `overwrite` are as for `save`. Then checkpoints that `keep`
-        does not select are deleted. Raises what `save` raises.
+        `extra_files`, `background` and `overwrite` are as for `save`. After the commit, checkpoints
+        that `keep` does not select are deleted. Raises what `save` raises.
         """
         check_mappings(extra_files=extra_files)
-        counted = self._run.agree_on_metrics(metrics_as_floats(metrics), self._current_ranks())
+        numbers = self._run.agree_on_metrics(metrics_as_floats(metrics), self._current_ranks())
         config = self._config_with(background=background, overwrite=overwrite)
-        self._run.register({**objects, **({} if model is None else {"model": model})})
+        if model is not None:
+            objects = {**objects, "model": model}
+        self._run.register(objects)
         target = None if path is None else open_place(path, **config.client_options)
         return self._saves.save(
-            None, config, target, counted, adapter_only, dict(extra_files or {})
+            None, config, target, numbers, adapter_only, dict(extra_files or {})
         )
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save in the background and return its report. Call on every rank.
+        """Wait for the save in the background, and return its report. Call on every rank.
 
-        Returns None without such a save. Raises the error of that save, once.
+        Returns None if there is no such save. Raises the error of the save, once.
         """
         return self._pending.wait_for_save()
 
@@ -588,21 +598,28 @@ class CheckpointSaver(Generic[SaveResult]):
         allow: Iterable[str] | bool = (),
         **objects: Any,
     ) -> Progress:
-        """Restore the run from a checkpoint and return its progress; on every rank.
+        """Restore the run from a checkpoint, and return its progress. Call on every rank.
 
-        `checkpoint`: "auto" (also "latest", True, None), the newest whole one of the run, in
-        `directory` or staged, or a fresh start if there is none; "must", the newest, or an error;
-        "never" (also False), a fresh start; or one by its name or path, or the path of a folder of
-        Accelerate's `save_state`. The newest belongs to the newest run in the directory, however
-        far other runs got. `objects` are registered first. `progress.report` lists the outcome of
-        each item, none on a fresh start; items named in `allow` (True: any) may be absent or fail.
-        Optimizer state and gradients that the checkpoint lacks are dropped. A run that is rolled
+        `checkpoint` is one of these:
+
+        - "auto" (also "latest", True, None): the newest intact checkpoint of the run, in
+          `directory` or in the staging folder. If there is no checkpoint, it is a fresh start.
+        - "must": the newest checkpoint, or an error.
+        - "never" (also False): a fresh start.
+        - the name or the path of a checkpoint, or the path of a folder of Accelerate's
+          `save_state`.
+
+        The newest checkpoint is that of the newest run in the directory, even if another run got
+        further. `objects` are registered first. `progress.report` lists the outcome of each item,
+        and none on a fresh start. Items that `allow` names may be absent or fail; True allows any
+        item. Optimizer state and gradients that the checkpoint lacks are dropped. A run that goes
         back to one of its own older checkpoints continues as a new run, which may replace the later
         checkpoints.
 
-        Raises LoadError when something was not restored, NotACheckpointError when there is none to
-        resume from, CorruptError naming damaged files and the newest whole checkpoint, RankError
-        when another rank failed. Nothing is overwritten before all files and items are compared.
+        Raises LoadError if something was not restored, NotACheckpointError if there is no
+        checkpoint to resume from, CorruptError naming damaged files and the newest intact
+        checkpoint, and RankError if another rank has failed. Nothing is overwritten before all
+        files and items are compared.
         """
         self._saves.wait_for_pending()
         self._saves.take_lease()
@@ -620,17 +637,18 @@ class CheckpointSaver(Generic[SaveResult]):
         return self._run.progress
 
     def close(self) -> None:
-        """End the use of the saver, on every rank; later saves are refused. Waits as `wait` does.
+        """Close the saver. Call on every rank. Later saves are refused.
 
-        With a schedule, the last step is saved first if it was not, unless an exception is
-        propagating. The end of a `with` block calls this.
+        With a schedule, the last step is saved first if it was not saved yet, unless an exception
+        is propagating. Then this waits for a save in the background, and for uploads, pushes and
+        publishes. The end of a `with` block calls this.
         """
         self._end_use(save=sys.exc_info()[0] is None)
 
     def _announce_start(self, mode: str | Place) -> None:
-        """Log in one line where the run begins.
+        """Tell the user in one line where the run begins.
 
-        A fresh start with `resume("never")` goes to the log only.
+        A fresh start by `resume("never")` goes to the log only.
         """
         progress = self._run.progress
         if progress.resumed_from is None:
@@ -647,24 +665,31 @@ class CheckpointSaver(Generic[SaveResult]):
         announce(f"resumed {location_name(progress.resumed_from)} at {counts}{saved}")
 
     def _config_with(self, **arguments: Any) -> SaverConfig:
-        """Replace the saver's settings by the arguments that are not None."""
+        """Return the settings of the saver, with those arguments replaced that are not None."""
         changes = {name: value for name, value in arguments.items() if value is not None}
         return replace(self.config, **changes)
 
     def _is_of_adapters(
         self, model: nn.Module, adapter_only: bool | None, attribute: Attribute
     ) -> bool:
-        alone = saves_adapters_only(model, adapter_only, attribute)
-        if alone and attribute == self.config.attribute:
+        """Check whether the adapters alone are saved.
+
+        If so, raises an error if their base has changed since the run began.
+        """
+        adapters_only = saves_adapters_only(model, adapter_only, attribute)
+        if adapters_only and attribute == self.config.attribute:
             self._run.base.refuse_changed(model, self._current_ranks().rank)
-        return alone
+        return adapters_only
 
     def _end_use(self, *, save: bool) -> None:
-        """Save the last step if asked, and release everything even on an error."""
+        """Save the last step if `save`, and release everything, also after an error."""
+        # The stack calls the callbacks in reverse order: the last one first.
         with ExitStack() as stack:
-            stack.callback(self._saves.lease.end)  # runs last: uploads are of this run, too
-            stack.callback(self._saves.end_follow_ups, wait=save)  # a background save starts it
-            # after a save in the background, which waits for the writers
+            # The lease ends last, because uploads belong to the run too.
+            stack.callback(self._saves.lease.end)
+            # After the save in the background, which starts the uploads.
+            stack.callback(self._saves.end_follow_ups, wait=save)
+            # After the save in the background, which waits for the writers.
             stack.callback(self._saves.writers.end)
             stack.callback(self._pending.close)
             stack.callback(self._run.close)
@@ -681,7 +706,7 @@ class CheckpointSaver(Generic[SaveResult]):
         if kind is None:
             self._end_use(save=True)
         else:
-            # its error would hide the propagating one
+            # The error of the block is propagating. An error from here would hide it.
             try_action(lambda: self._end_use(save=False))
 
     def _current_ranks(self) -> Ranks:
@@ -691,9 +716,10 @@ class CheckpointSaver(Generic[SaveResult]):
 def _invited_writers(
     writers: Iterable[str], groups: Mapping[str, int], optional: Iterable[str]
 ) -> dict[str, bool]:
-    """Return all invited writers, those of the groups included, and whether each is optional.
+    """Return the names of all invited writers, each with whether it is optional.
 
-    Raises ConfigError for invalid names and counts, and for optional ones that are not invited.
+    A group of 2 called "rollout" gives "rollout-0" and "rollout-1". Raises ConfigError for invalid
+    names and counts, and for a name in `optional` that is not invited.
     """
     names = [*writers]
     optional_names = {*optional}
@@ -720,9 +746,10 @@ def _invited_writers(
 def _merge_step(
     merged: Merged, excluded: Mapping[str, Any], dtype: str
 ) -> Callable[[View], Part] | None:
-    """Return the step that merges the adapters that `merged` chooses; None if it chooses none.
+    """Return the function that merges the adapters that `merged` chooses; None if it chooses none.
 
-    Raises ConfigError for an invalid choice, and for arguments that a merge excludes.
+    Raises ConfigError for an invalid choice, and for arguments (`excluded`) that a merge cannot
+    have.
     """
     choice = merge_choice(merged, excluded)
     if choice is None:
@@ -735,9 +762,10 @@ def _merge_step(
 def _logits_check(
     model: nn.Module, check: str | Mapping[str, Any] | None
 ) -> Callable[[Path], str] | None:
-    """Return the step that compares the saved model's logits with the current ones of `model`.
+    """Return the function that compares the logits of the saved model with those of `model`.
 
-    None without a `check`. Collective.
+    Collective: call it on every rank, because it computes the logits of `model` now. Returns None
+    without a `check`.
     """
     if check is None:
         return None
@@ -753,8 +781,9 @@ def open_savers() -> list["CheckpointSaver[Any]"]:
 
 @atexit.register
 def _remind_open_savers() -> None:
-    """Warn at the end of a script that has never called `step`, nor closed its saver."""
-    if hasattr(sys, "last_value"):  # it ends with an error, which says more
+    """Warn at the end of a script that has never called `step` and has not closed its saver."""
+    if hasattr(sys, "last_value"):  # the script ends with an error, which says more
         return
+    # `is_first_process` because the process group may be gone by now.
     for saver in open_savers():
-        saver._run.remind_of_step(is_main=is_first_process())  # the process group may be gone
+        saver._run.remind_of_step(is_main=is_first_process())

@@ -285,7 +285,7 @@ class TrainingRun:
             self._ancestors.add(self.run_id)
             self.run_id = run_id
 
-    def facts_of_save(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def fields_of_save(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Return step, metrics and run id for a save of weights.
 
         `step` and `metrics` override those of the run.
