@@ -161,14 +161,16 @@ def plan_pruning(
 ) -> PrunePlan:
     """Apply the rules `keep` to the run `run_id`, or to each run separately if it is None.
 
-    All other checkpoints are kept. Exports are kept. Checkpoints without a run are kept, unless
+    All other checkpoints are kept, and exports too. Checkpoints without a run are kept, unless
     there are no runs at all: then they count as one run.
 
     In each run these are neither dropped nor stripped:
 
     - the newest valid checkpoint, and the newest valid one with a training state
     - checkpoints with guards
-    - all checkpoints while none of them is valid, or while no valid one has a metric of `best`
+    - all checkpoints while none of them is valid
+
+    Nothing of a run is dropped while no valid checkpoint of it has a metric of `best`.
 
     An invalid checkpoint does not take the place of a valid one: the rules are applied with and
     without invalid checkpoints, and a checkpoint is kept if either result selects it. The base of a

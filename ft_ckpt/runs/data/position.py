@@ -306,6 +306,7 @@ class DataPosition:
             )
 
     def _begin_pass(self) -> Iterator[Any]:
+        """Record the state at the start of a new pass, and return the iterator of the pass."""
         self.end_pass()  # if the script left the last loop by a `break`
         forget_premade(self.loader)
         if self._origin is not None:

@@ -1,6 +1,6 @@
 """A resume, from the choice of a checkpoint to the report.
 
-Nothing of the run is overwritten before `restore_run`. Begin at `resuming`, which calls the other
+Nothing here overwrites the run before `restore_run`. Begin at `resuming`, which calls the other
 modules step by step.
 """
 

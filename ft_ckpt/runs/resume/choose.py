@@ -100,7 +100,9 @@ def choose_checkpoint(
     value: dict[str, object] = {"mode": str(request.mode)}
     with ranks.deferring_error() as choosing:
         if ranks.is_main:
-            with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
+            # None is an unknown total. 0 shows no bar.
+            bar_total = None if ranks.shows else 0
+            with track_reads(bar_total, "comparing checkpoints"):
                 choice = _choose(request, damaged, stack)
             value |= _to_json(choice)
     agreed = ranks.agree("resume()", value, choosing.error, same=("mode",))

@@ -200,7 +200,9 @@ def verify_files(access: RankAccess, ranks: Ranks) -> Sequence[Problem]:
     files: list[FileRecord] = []
     own_digests: list[ShareDigests] = []
     digesting = Outcome()
-    with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
+    # None is an unknown total. 0 shows no bar.
+    bar_total = None if ranks.shows else 0
+    with track_reads(bar_total, "comparing checkpoints"):
         if access.resume_point is not None:
             checkpoint = access.resume_point.checkpoint
             files = large_files(checkpoint.store, checkpoint.manifest)

@@ -58,8 +58,8 @@ def resume_run(
             problems = verify_files(access, ranks)
             if not problems:
                 break
-            # The loop ends: the next call of `choose_checkpoint` skips this checkpoint, or raises
-            # if the user asked for no other.
+            # The loop ends, because the next call of `choose_checkpoint` skips this checkpoint. It
+            # raises CorruptError if there is no other, or if the user asked for this one.
             damaged.add(access.place, problems)
             stack.close()  # this closes the damaged checkpoint
         resume_point = copy_to_nodes(access, ranks, stack)
