@@ -1,6 +1,6 @@
-"""A training run: what it saves, and how it resumes. Each room has a front of its own.
+"""A training run: what it saves, and how it resumes.
 
-| room | holds |
+| package | holds |
 |---|---|
 | `resume` | a resume: choose a checkpoint, open it on all ranks, match, compare, restore |
 | `saves` | the saves of a run, and what follows a commit |

@@ -12,6 +12,9 @@ when it closes. The mark names the process that wrote it. Another process that f
     container, or a stopped process            raises an error if the mark changes, and takes the
                                                lease over if not
 
+The content of a mark (its facts) identifies the process: its number, start time and machine. It
+also has the time of the last renewal, so that each renewal changes the mark.
+
 So a job that was killed and starts again elsewhere waits for at most a minute. Clocks of two
 machines are never compared. A process that was stopped for longer finds the mark of another process
 before its next commit, and does not commit.

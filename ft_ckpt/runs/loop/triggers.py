@@ -224,7 +224,7 @@ def _digest_value(digest: Any, value: Any) -> None:
         for item in value:
             _digest_value(digest, item)
     elif hasattr(value, "detach"):
-        import torch  # not above: the command that reads the record does not need it
+        import torch  # here, because the command that reads the record does not need torch
 
         local = value.to_local() if hasattr(value, "to_local") else value
         digest.update(f"{value.dtype} {tuple(value.shape)}".encode())

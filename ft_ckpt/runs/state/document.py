@@ -195,7 +195,8 @@ class _Optimizer:
 def _check_optimizer(description: Any, rank_count: int) -> None:
     """Raise one of _INVALID for an invalid description of an optimizer."""
     optimizer = as_record(description, _Optimizer)
-    as_record(description["class"], str)  # not in _Optimizer, because "class" names no Python field
+    # Not a field of _Optimizer, because "class" cannot be the name of a field in Python.
+    as_record(description["class"], str)
     for group in optimizer.groups:
         for setting in group.values.values():
             decode_setting(setting, "cpu")
