@@ -1,6 +1,6 @@
-"""Reinforcement learning. Each room has a front of its own.
+"""Reinforcement learning. Each subpackage has its own front.
 
-| room | holds |
+| subpackage | holds |
 |---|---|
 | `publishing` | loads a committed checkpoint into inference servers and proves that they hold it |
 | `limits` | the tensors and settings that an engine refuses or misreads; conversion of adapters |
@@ -9,6 +9,6 @@
 | `writers` | processes that add a part to each checkpoint of a run |
 | `samples` | the data position of asynchronous training |
 
-Nothing here sends tensors or pickles: servers get paths and names. Begin at
+Nothing here sends tensors or pickles. Servers get paths and names. Begin at
 `publishing.publishing`, `writers.writer` or `samples.frontier`.
 """

@@ -1,12 +1,12 @@
-"""Operations on files of weights. The rooms have fronts of their own.
+"""Operations on files of weights. Each subpackage has its own front.
 
-| room | holds |
+| subpackage | holds |
 |---|---|
 | `converting` | weights from one format to another: slices, renamed tensors, folders |
 | `merging` | adapters merged into their base, live or from files |
 | `averaging` | the weighted average of checkpoints |
 
-Nothing here is part of a save of a plain model. `diff` compares two sources, `objects` is
+Nothing here is part of a save of a plain model. `diff` compares two sources. `objects` has
 `ft_ckpt.save` and `ft_ckpt.load`. Begin at `converting.conversion`.
 """
 

@@ -1,4 +1,7 @@
-"""Compares the tensors of two files or folders, A and B, by tensor and by layer, slice by slice."""
+"""Compares the tensors of two files or folders, by tensor and by layer, slice by slice.
+
+The first file or folder is called A, the second B.
+"""
 
 import math
 import re
@@ -13,20 +16,30 @@ from ft_ckpt.formats import Spec
 from ft_ckpt.formats.files import TensorFile, TensorView
 from ft_ckpt.model.files import WeightsFolder, differing_parts
 
-_SLICE = SLICE_BYTES // 8  # in elements, which are compared in float64
-_PACKED = "float4_e2m1fn_x2"  # two numbers per byte; torch cannot convert it
+_SLICE_ELEMENTS = SLICE_BYTES // 8  # elements are compared in float64
+_PACKED_DTYPE = "float4_e2m1fn_x2"  # has two numbers per byte, and torch cannot convert it
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums in float64 over the elements whose difference is finite."""
+    """Sums in float64 over the elements whose difference B - A is finite.
 
-    elements: int = 0  # all elements, including unbounded ones; a complex number counts as two
-    total: float = 0.0  # of |B - A|
-    squares: float = 0.0  # of (B - A)²
-    norm: float = 0.0  # of A²
-    largest: float = 0.0  # of |B - A|
-    # elements whose difference is not finite or unknown (float4), except equal ones and two NaN
+    Attributes:
+        elements: The number of all elements, unbounded ones included. A complex number counts as
+            two.
+        total: The sum of |B - A|.
+        squares: The sum of (B - A)².
+        norm: The sum of A².
+        largest: The maximum of |B - A|.
+        unbounded: The number of elements whose difference is infinite, NaN or unknown (float4).
+            Equal elements are not among them, nor are elements that are NaN in A and B.
+    """
+
+    elements: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    norm: float = 0.0
+    largest: float = 0.0
     unbounded: int = 0
 
     def __add__(self, other: "Sums") -> "Sums":
@@ -44,17 +57,24 @@ class Sums:
 class Difference:
     """The difference of one tensor, or of all tensors of one layer, in A and B.
 
-    `status`: "equal" (bit for bit; by value if the dtypes differ), "changed", "shape", "only in A",
-    "only in B"; for a layer "equal" or "changed".
+    Attributes:
+        name: The name of the tensor or the layer.
+        status: "equal", "changed", "shape", "only in A" or "only in B". For a layer it is "equal"
+            or "changed". Tensors of one dtype are equal bit for bit, those of two dtypes by value.
+        before: The shape and dtype in A. None if it is not in A, and for a layer.
+        after: The shape and dtype in B. None if it is not in B, and for a layer.
+        sums: The sums over the differences of the elements.
+        tensors: The number of tensors: 1, or those of the layer.
+        changed: The number of tensors that are not equal.
     """
 
     name: str
     status: str
-    before: Spec | None = None  # in A; None for a layer
+    before: Spec | None = None
     after: Spec | None = None
     sums: Sums = Sums()
     tensors: int = 1
-    changed: int = 0  # tensors that are not equal
+    changed: int = 0
 
     @property
     def mean(self) -> float:
@@ -65,7 +85,7 @@ class Difference:
     def relative(self) -> float:
         """Norm of B - A divided by the norm of A.
 
-        Infinite if only A is zero, or if they cannot be subtracted.
+        It is infinite if A is zero and B is not, or if they cannot be subtracted.
         """
         sums = self.sums
         if self.status not in ("equal", "changed") or sums.unbounded:
@@ -78,17 +98,24 @@ class Difference:
 def compare_files(first: TensorFile, second: TensorFile) -> list[Difference]:
     """Compare every tensor of A (`first`) and B (`second`), largest change first.
 
-    Memory holds a few slices. A name stands for the tensor that it is tied to. A pair of tensors is
-    compared once, under the first name that both files have. A name in one file only is left out if
-    its tensor is compared under another name.
+    Memory holds a few slices. Tied names stand for one tensor, which is compared once; see
+    `_names_to_compare`.
     """
-    untied = untie_file(first), untie_file(second)
-    differences = [_tensor_difference(*untied, name) for name in _names_to_compare(*untied)]
+    view_of_a = untie_file(first)
+    view_of_b = untie_file(second)
+    differences = []
+    for name in _names_to_compare(view_of_a, view_of_b):
+        differences.append(_tensor_difference(view_of_a, view_of_b, name))
     return _most_changed_first(differences)
 
 
 def _names_to_compare(first: TensorView, second: TensorView) -> list[str]:
-    pairs: dict[tuple[str, str], str] = {}  # stored names in both -> name
+    """Return the names under which tensors are compared, so that each tensor is compared once.
+
+    A pair of tensors is compared under the first name that both files have. A name in one file only
+    is left out if its tensor is compared under another name.
+    """
+    pairs: dict[tuple[str, str], str] = {}  # name by (stored name in A, stored name in B)
     for name, stored_name in first.stored_names.items():
         if name in second.stored_names:
             pairs.setdefault((stored_name, second.stored_names[name]), name)
@@ -103,10 +130,10 @@ def _names_to_compare(first: TensorView, second: TensorView) -> list[str]:
 
 
 def compare_settings(first: TensorFile, second: TensorFile) -> list[tuple[str, str, str]]:
-    """Return (name, in A, in B) of the settings that differ and change the output.
+    """Return (name, value in A, value in B) of the settings that differ and change the output.
 
-    Returns [] unless both are folders. Raises CorruptError for a settings file that cannot be
-    parsed.
+    Only folders have settings: the result is [] unless both are folders. Raises CorruptError for a
+    settings file that cannot be parsed.
     """
     if not isinstance(first, WeightsFolder) or not isinstance(second, WeightsFolder):
         return []
@@ -141,7 +168,11 @@ def by_layer(differences: Iterable[Difference]) -> list[Difference]:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a tensor: its name up to the first number, or all but the last step."""
+    """Return the layer of a tensor.
+
+    The layer is the name up to the first number, or else the name without its last component. For
+    example, "model.layers.3.mlp.weight" is in "model.layers.3", and "lm_head.weight" in "lm_head".
+    """
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
@@ -154,16 +185,18 @@ def _most_changed_first(differences: Iterable[Difference]) -> list[Difference]:
 
 
 def _tensor_difference(first: TensorView, second: TensorView, name: str) -> Difference:
-    before, after = first.specs.get(name), second.specs.get(name)
+    before = first.specs.get(name)
+    after = second.specs.get(name)
     if before is None:
         return Difference(name, "only in B", before, after, changed=1)
     if after is None:
         return Difference(name, "only in A", before, after, changed=1)
     if before.shape != after.shape:
         return Difference(name, "shape", before, after, changed=1)
-    is_equal, sums = True, Sums()
-    for start in range(0, before.numel, _SLICE):
-        stop = min(start + _SLICE, before.numel)
+    is_equal = True
+    sums = Sums()
+    for start in range(0, before.numel, _SLICE_ELEMENTS):
+        stop = min(start + _SLICE_ELEMENTS, before.numel)
         slice_is_equal, slice_sums = _compare_slices(
             first.read(name, start, stop), second.read(name, start, stop)
         )
@@ -176,7 +209,7 @@ def _tensor_difference(first: TensorView, second: TensorView, name: str) -> Diff
 def _compare_slices(first: Tensor, second: Tensor) -> tuple[bool, Sums]:
     """Return whether two slices are equal, and the sums over them."""
     has_same_dtype = first.dtype == second.dtype
-    has_same_bytes = has_same_dtype and torch.equal(_byte_view(first), _byte_view(second))
+    has_same_bytes = has_same_dtype and torch.equal(_as_bytes(first), _as_bytes(second))
     if _is_packed(first) or _is_packed(second):
         return has_same_bytes, _packed_sums(first, second)
     is_complex = first.is_complex() or second.is_complex()
@@ -197,23 +230,24 @@ def _compare_slices(first: Tensor, second: Tensor) -> tuple[bool, Sums]:
         float(change.max()),
         int((~is_bounded).sum()),
     )
-    # values of two dtypes may be equal; different bytes of one dtype are not, as 0.0 and -0.0
+    # Values of two dtypes may be equal. Different bytes of one dtype are not, for example 0.0 and
+    # -0.0.
     return not has_same_dtype and bool(is_same.all()), sums
 
 
 def _is_packed(data: Tensor) -> bool:
-    return str(data.dtype).endswith(_PACKED)
+    return str(data.dtype).endswith(_PACKED_DTYPE)
 
 
 def _packed_sums(first: Tensor, second: Tensor) -> Sums:
-    """Count the elements that differ; by how much is unknown."""
+    """Return sums that count the differing elements as unbounded, since values are unknown."""
     if first.dtype != second.dtype:
         return Sums(first.numel(), unbounded=first.numel())
-    is_changed = _byte_view(first) != _byte_view(second)
+    is_changed = _as_bytes(first) != _as_bytes(second)
     return Sums(first.numel(), unbounded=int(is_changed.sum()))
 
 
-def _byte_view(data: Tensor) -> Tensor:
+def _as_bytes(data: Tensor) -> Tensor:
     return data.contiguous().view(torch.uint8)
 
 

@@ -1,14 +1,17 @@
 """A tensor that is read from its file at its first use.
 
 Shape, dtype and device need no read. Indexing by an int or a slice may read only these rows. Any
-other operation reads (small tensors) or maps (large ones) the values, keeps them and runs on them.
-Every use checks that the file has not changed since it was opened: after a truncation or a write in
-place it raises CorruptError instead of returning wrong values. `release` drops the values.
+other operation loads the values, keeps them and runs on them. Small tensors are read, and large
+ones are mapped. `release` drops the values.
 
-Values are mapped because touching all of a mapped file costs a fifth of reading it into memory. A
-mapped tensor that outlives the file object (a parameter set by `load_state_dict(assign=True)`, a
-view) is as safe as with `torch.load(mmap=True)` or safetensors: deleting or replacing the file is
-safe, truncating it in place is not. `load(..., mapped=False)` copies instead.
+Every use checks that the file has not changed since it was opened. After a truncation or a write in
+place it raises CorruptError instead of returning wrong values.
+
+Large tensors are mapped because touching all of a mapped file takes a fifth of the time of reading
+it into memory. A mapped tensor may outlive the file object, for example as a parameter set by
+`load_state_dict(assign=True)`. It is then as safe as with `torch.load(mmap=True)` or safetensors:
+the file may be deleted or replaced, but it must not be truncated in place. `load(...,
+mapped=False)` copies the values instead.
 """
 
 import math
@@ -69,7 +72,8 @@ _METHODS = (
     "is_conj",
     "is_neg",
 )
-_WITHOUT_VALUES: set[Any] = (  # functions of shape, dtype and the like
+# Functions that need no values, only the shape, the dtype and the like.
+_WITHOUT_VALUES: set[Any] = (
     {getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)}
     | {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}
     | {
@@ -84,9 +88,9 @@ _WITHOUT_VALUES: set[Any] = (  # functions of shape, dtype and the like
 
 
 class _StoredTensor:
-    """One stored tensor with its values while they are loaded.
+    """One stored tensor, with its values while they are loaded.
 
-    All lazy tensors made from it share the values.
+    Several lazy tensors may refer to it. They share the values.
     """
 
     __slots__ = ("dtype", "file", "name", "shape", "values")
@@ -98,7 +102,7 @@ class _StoredTensor:
         self.values: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
-        """Return the values as a 1-D tensor. Raises CorruptError when the file has changed."""
+        """Return the values as a 1-D tensor. Raises CorruptError if the file has changed."""
         if self.values is None:
             self.values = self.file.read(self.name)
         else:
@@ -106,9 +110,10 @@ class _StoredTensor:
         return self.values
 
     def rows(self, key: int | slice) -> torch.Tensor | None:
-        """Read only the rows `key` of a tensor that is not mapped.
+        """Read only the rows `key`, an index or a slice in the first dimension.
 
-        Returns None if all values must be read.
+        Returns None if the values are loaded already or can be mapped, and for a slice that is not
+        one contiguous range of elements. The caller then indexes all values.
         """
         shape = self.shape
         if self.values is not None or not shape or self.file.maps(self.name):
@@ -125,10 +130,15 @@ class _StoredTensor:
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of a file, on the CPU. Behaves as a plain tensor; `release()` drops its values."""
+    """A tensor of a file, on the CPU. It behaves as a plain tensor, and `release` drops its values.
+
+    Attributes:
+        _stored: The stored tensor, which other lazy tensors may share.
+        _own: This tensor's view of the values, with its own `requires_grad`. None before the first
+            use of the values.
+    """
 
     _stored: _StoredTensor
-    # this object's view of the values, with its own `requires_grad`
     _own: torch.Tensor | None = None
 
     @classmethod
@@ -161,7 +171,7 @@ class LazyTensor(torch.Tensor):
     def values(self) -> torch.Tensor:
         """Return the plain tensor.
 
-        Raises CorruptError when the file was truncated or rewritten in place.
+        Raises CorruptError if the file was truncated or rewritten in place.
         """
         stored = self._stored.get()  # checks the file at each use
         if self._own is None:
@@ -169,7 +179,7 @@ class LazyTensor(torch.Tensor):
         return self._own
 
     def release(self) -> None:
-        """Drop the values, including writes to them; the next use reads them again."""
+        """Drop the values, and what was written to them. The next use reads them again."""
         self._own = self._stored.values = None
 
     @property
@@ -184,7 +194,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def _is_param(self) -> bool:
-        """Set by torch.nn.Parameter on tensors of other classes.
+        """Return False. torch.nn.Parameter sets this attribute on tensors of other classes.
 
         Setting it turns this object into a parameter.
         """

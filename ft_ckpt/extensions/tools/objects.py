@@ -1,4 +1,4 @@
-"""`save` and `load`: any state in one file, used like torch.save and torch.load."""
+"""Saves and loads any state in one file: `save` and `load`, used like torch.save and torch.load."""
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,16 +45,16 @@ def save(
     native_floats: bool = False,
     compression: str | None = None,
 ) -> None:
-    """Save `obj` to the file `path` or the object at a URL, durably.
+    """Save `obj` durably to the file `path`, or to an object in a bucket if `path` is a URL.
 
     After an error the previous file is unchanged. `obj` is any nesting of dicts, lists, tuples,
     numbers, strings, bytes, numpy arrays and tensors. `format` is "h5", "dual", "safetensors" or
-    "torch"; by default the suffix of `path` decides. `native_floats` stores bfloat16 in HDF5 files
+    "torch". By default the suffix of `path` decides. `native_floats` stores bfloat16 in HDF5 files
     as a type that every reader understands. `compression="gzip"` compresses HDF5 files, after a
-    shuffle of bytes; meanwhile it needs the space of the uncompressed tensors.
+    shuffle of bytes. While it compresses, it needs the space of the uncompressed tensors.
 
     Raises SelectionError naming the path inside `obj` of a value that cannot be stored, ConfigError
-    for unknown settings, TargetError when `path` cannot be written, NoSpaceError when the disk is
+    for unknown settings, TargetError if `path` cannot be written, and NoSpaceError if the disk is
     full.
     """
     target = open_place(path).as_target()
@@ -94,18 +94,18 @@ def load(
 ) -> Any:
     """Load the object in the file `path`.
 
-    Without `map_location`, tensors are read at their first use; with it they are plain tensors on
-    that device; on the CPU large ones are mapped. `mapped=False` copies values instead of mapping
-    them. `verify` compares digests: for HDF5 files of ft_ckpt when a tensor is read, for other
-    files at once, with the manifest in the same folder or the checksums in a torch file. `format`
-    is detected from the content.
+    Without `map_location`, tensors are read at their first use. With `map_location`, they are plain
+    tensors on that device, and large ones on the CPU are mapped. `mapped=False` copies values
+    instead of mapping them. `verify` compares digests. In HDF5 files of ft_ckpt it does so when a
+    tensor is read. Other files are compared at once, with the manifest in the same folder or with
+    the checksums in a torch file. `format` is detected from the content.
 
-    Raises CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError
-    when it is absent, ConfigError when `verify` finds no digests, or for a device that is not
-    available.
+    Raises CorruptError for a file that is damaged, incomplete or would run code, and
+    FileNotFoundError if it is absent. Raises ConfigError if `verify` finds no digests, and for a
+    device that is not available.
     """
     place = open_place(path)
-    _refuse_device(map_location)
+    _check_device(map_location)
     with _no_collection(), damaged_input(place.basename):
         raw = RawFile(place.open(), mapped or map_location is not None)
         file_format = detect_format(raw) if format is None else _object_format(format)
@@ -114,16 +114,19 @@ def load(
                 return file_format.objects.load(raw, map_location, mapped, verify)
         file = file_format.open_indexed(raw, verify)
         if verify and not file.has_digests:
-            _check_listed(raw.file, place)
+            _compare_with_manifest(raw.file, place)
         if map_location is None:
             return _restore_object(file, None)
         device = torch.device(map_location)
-        if not (file.readers or is_accelerator(device) or (mapped and file.raw.can_map)):
-            file.raw.read_in()  # by several threads, into memory with no pages allocated yet
+        is_mapped = mapped and file.raw.can_map
+        if not file.readers and not is_accelerator(device) and not is_mapped:
+            # Several threads read the file, into memory whose pages are not allocated yet.
+            file.raw.read_in()
         return _restore_object(file, device)
 
 
-def _refuse_device(map_location: str | torch.device | None) -> None:
+def _check_device(map_location: str | torch.device | None) -> None:
+    """Raise ConfigError unless this machine has the device."""
     try:
         if map_location is not None:
             torch.empty(0, device=torch.device(map_location))
@@ -134,10 +137,10 @@ def _refuse_device(map_location: str | torch.device | None) -> None:
         ) from error
 
 
-def _check_listed(source: Readable, place: Place) -> None:
-    """Compare a file without digests with the manifest in its folder.
+def _compare_with_manifest(source: Readable, place: Place) -> None:
+    """Compare the digest of a file with the manifest in its folder.
 
-    Raises ConfigError if no manifest lists the file.
+    Raises ConfigError if no manifest lists the file, and CorruptError if the digests differ.
     """
     name = place.basename
     listed = listing_manifest(place)
@@ -152,7 +155,7 @@ def _check_listed(source: Readable, place: Place) -> None:
 
 
 def _object_format(name: str) -> TensorFormat:
-    """Return the format `name`. Raises ConfigError when it is unknown or cannot store objects."""
+    """Return the format `name`. Raises ConfigError if it is unknown or cannot store objects."""
     names = []
     for file_format in tensor_formats(name):
         objects = file_format.objects
@@ -164,7 +167,7 @@ def _object_format(name: str) -> TensorFormat:
 
 
 def _check_compression(file_format: TensorFormat, compression: str | None) -> None:
-    """Raise ConfigError unless files of the format can be compressed so."""
+    """Raise ConfigError unless files of the format can have this compression."""
     if compression is None or compression in file_format.compressions:
         return
     if not file_format.compressions:
@@ -182,7 +185,10 @@ def _check_compression(file_format: TensorFormat, compression: str | None) -> No
 def _plan_object(
     obj: Any, objects: LaidOutObjects, native_floats: bool
 ) -> tuple[Layout, dict[str, Leaf]]:
-    """Return the layout of the file and its leaves by name."""
+    """Return the layout of the file, and the leaves by name.
+
+    A leaf is a tensor or a numpy array in `obj`.
+    """
     root, leaves = flatten(obj, objects.dtypes)
     specs, arrays = _describe_leaves(leaves)
     layout, names = objects.lay_out(root, specs, arrays, native_floats)
@@ -197,10 +203,11 @@ def _describe_leaves(leaves: Sequence[Leaf]) -> tuple[list[Spec], list[int]]:
 
 
 def _write_plan(stage: Place, layout: Layout, leaves: Mapping[str, Leaf]) -> None:
+    """Write the file `stage`, which later replaces the target."""
     with WriterPool(local_bytes=layout.size_bytes if stage.is_local else None) as writer:
         plan = FilePlan(stage.name, layout)
-        goal = stage.store.create(plan.path, layout.size_bytes)
-        write_file(plan, _regions_of(layout, leaves), goal, writer)
+        output = stage.store.create(plan.path, layout.size_bytes)
+        write_file(plan, _regions_of(layout, leaves), output, writer)
 
 
 def _regions_of(layout: Layout, leaves: Mapping[str, Leaf]) -> Iterator[Region]:
@@ -248,7 +255,8 @@ def _contiguous_values(leaf: Leaf) -> Any:
     was_loaded = tensor.is_loaded
     values = _plain_values(tensor.values()).cpu().contiguous()
     if not was_loaded:
-        tensor.release()  # so that converting a large file does not keep all of it in memory
+        # Converting a large file must not keep all of it in memory.
+        tensor.release()
     return values
 
 
@@ -257,14 +265,15 @@ def _plain_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
-    """Return the stored object; its tensors are lazy without `device`."""
+    """Return the stored object. Its tensors are lazy if `device` is None."""
     index = file.index
     if index.root is None and device is None:
         return {name: _lazy_of(file, name) for name in index.names}
     on_device = None
     if device is not None and is_accelerator(device):
         on_device = DeviceTensors(file, device)
-    tensors: dict[int, Any] = {}  # an object may hold a tensor several times
+    # An object may contain a tensor several times, which is then read once.
+    tensors: dict[int, Any] = {}
 
     def tensor_of(number: int) -> Any:
         if number not in tensors:
@@ -292,7 +301,7 @@ def _lazy_of(file: IndexedFile, name: str) -> LazyTensor:
 def _no_collection() -> Iterator[None]:
     """Disable the cyclic garbage collector in the block.
 
-    To scan 20,000 new tensors costs more than to create them.
+    Scanning 20,000 new tensors takes longer than creating them.
     """
     was_enabled = gc.isenabled()
     gc.disable()

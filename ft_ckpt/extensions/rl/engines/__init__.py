@@ -1,7 +1,7 @@
 """Inference servers: the requests to them, and the answers to expect.
 
-Nothing here opens a checkpoint to publish it. Begin at `server`, the base of `vllm` and `sglang`;
-`connecting` finds out which one answers.
+Nothing here opens a checkpoint to publish it. Begin at `server`, the base class of `vllm` and
+`sglang`. `connecting` finds out which one answers.
 """
 
 import lazy_loader

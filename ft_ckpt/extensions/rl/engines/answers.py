@@ -1,6 +1,7 @@
-"""The answers of models to the same prompts: lists of log probabilities.
+"""Requests the answers of a server to fixed prompts, and compares answers.
 
-`reference` computes those that a server should give.
+An answer is the list of the highest log probabilities of the first token after a prompt.
+`reference` computes the answers that a server should give.
 """
 
 import math
@@ -10,18 +11,21 @@ from ft_ckpt.extensions.rl.engines.server import Server
 
 Answers = list[list[float]]
 
-# token ids in every vocabulary
+# Token ids that every vocabulary has.
 PROBE_PROMPTS = ((3, 5, 7, 11, 13), (2, 9, 4, 16, 8), (17, 6, 1, 10, 12))
-_TOP = 5  # tokens whose log probabilities are compared; servers return 5 by default
-EQUAL_WITHIN = 1e-4  # log probabilities that differ by less count as equal
-# error of log probabilities in bfloat16, against a reference in float32; the base's may double it
+_TOP = 5  # how many log probabilities are compared; servers return 5 by default
+# Log probabilities that differ by less are equal.
+EQUAL_WITHIN = 1e-4
+# The error of log probabilities in bfloat16 against a reference in float32. The error of the base
+# may double it.
 ROUNDING = 0.1
 
 
 def probe(server: Server, model: str) -> Answers:
     """Request the highest log probabilities of the first token after each of PROBE_PROMPTS.
 
-    The largest come first.
+    The largest come first. Raises EngineError if the server refuses, or for answers that are not
+    finite.
     """
     answers = []
     for prompt in PROBE_PROMPTS:
@@ -40,7 +44,8 @@ def probe(server: Server, model: str) -> Answers:
             numbers = sorted(map(float, top.values()), reverse=True)[:_TOP]
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             numbers = [math.nan]
-        if not all(map(math.isfinite, numbers)):  # every comparison with NaN passes
+        # NaN must not be compared, because it would pass each check for a large difference.
+        if not all(map(math.isfinite, numbers)):
             raise EngineError(
                 f"{server.client.url}: a completion by {model!r} has no finite log probabilities: "
                 f"{answer.quoted}"
@@ -50,9 +55,12 @@ def probe(server: Server, model: str) -> Answers:
 
 
 def distance(answers: Answers, reference: Answers) -> float:
-    """Return the largest difference of log probabilities, over as many as both have."""
+    """Return the largest difference of two log probabilities with the same prompt and rank.
+
+    If one answer has more log probabilities than the other, the rest is ignored.
+    """
     largest = 0.0
-    for probabilities, expected in zip(answers, reference, strict=True):
-        for probability, expectation in zip(probabilities, expected, strict=False):
-            largest = max(largest, abs(probability - expectation))
+    for log_probs, reference_log_probs in zip(answers, reference, strict=True):
+        for log_prob, reference_log_prob in zip(log_probs, reference_log_probs, strict=False):
+            largest = max(largest, abs(log_prob - reference_log_prob))
     return largest

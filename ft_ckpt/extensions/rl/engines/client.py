@@ -1,7 +1,7 @@
-"""HTTP client of an inference server.
+"""Sends HTTP requests to an inference server.
 
-The client sends JSON, reads JSON or text, limits time and size, and follows no redirects or
-proxies.
+The client sends JSON and reads JSON or text. It limits the time and the size of a response, and
+follows no redirects or proxies.
 """
 
 import http.client
@@ -23,9 +23,9 @@ from ft_ckpt.messages import SECRET
 
 TOKEN_VARIABLE = "FT_CKPT_ENGINE_TOKEN"  # noqa: S105 - the name of the environment variable, not a token
 _ANSWER_LIMIT_BYTES = 256 << 20  # enough for the SHA-256 of a million parameters
-_QUOTED_CHARACTERS = 300  # of a response, in messages
+_QUOTED_CHARACTERS = 300  # messages quote the beginning of a response
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110
-_MAX_PUBLIC_CHARS = 3  # a word in a header that is not longer is not a secret
+_MAX_PUBLIC_CHARS = 3  # a word of a header is a secret only if it is longer
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Answer:
 
     @cached_property
     def document(self) -> Any:
-        """The parsed JSON text; None if it is not JSON."""
+        """The parsed JSON text, or None if it is not JSON."""
         try:
             return json.loads(self.text)
         except (ValueError, RecursionError):
@@ -93,14 +93,15 @@ class Client:
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
     def get(self, path: str, **query: str) -> Answer:
-        """Send GET `path`; return and raise as `post` does."""
+        """Send GET `path`. Returns and raises what `post` does."""
         return self._send("GET", path, None, query)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Answer:
-        """Send POST `path` with the JSON object `body`; return the response, even an error status.
+        """Send POST `path` with the JSON object `body`.
 
-        Raises EngineError if no complete response arrives within `timeout_seconds`, and for a
-        redirect, which would send the token to another host and turn a POST into a GET.
+        Returns the response, also one with an error status. Raises EngineError if no complete
+        response arrives within `timeout_seconds`, and for a redirect, which would send the token to
+        another host and turn a POST into a GET.
         """
         data = json.dumps({} if body is None else body).encode()
         return self._send("POST", path, data, query)
@@ -123,7 +124,8 @@ class Client:
         try:
             with closing(self._connection()) as connection:
                 connection.connect()
-                # each byte restarts the time limit of a socket
+                # The time limit of a socket starts anew with each byte, so a timer ends the
+                # connection at the deadline.
                 seconds_left = max(0.0, deadline - time.monotonic())
                 timer = threading.Timer(seconds_left, _cut, [connection.sock])
                 timer.daemon = True
@@ -133,9 +135,10 @@ class Client:
                     answer = self._read(connection.getresponse(), path)
                 finally:
                     timer.cancel()
-                if time.monotonic() < deadline:  # else it was cut, and may look complete
-                    return answer
-                raise TimeoutError
+                # After the deadline, the response may be cut and still look complete.
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
+                return answer
         except (OSError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, EngineError):
                 raise
@@ -182,7 +185,7 @@ class Client:
         return headers
 
     def _clean(self, text: str) -> str:
-        """Remove the secrets of the sent headers, which a server may echo, from a text."""
+        """Remove the secrets in the sent headers from a text, because a server may echo them."""
         for name, value in self._all_headers().items():
             if name != "Content-Type":
                 for secret in _secrets_in(value):
@@ -191,12 +194,13 @@ class Client:
 
 
 def _secrets_in(value: str) -> list[str]:
-    """Return the value of a header without a scheme such as "Bearer", and its words.
+    """Return the secrets in the value of a header, the longest first.
 
-    The words are those of a cookie, for example. The longest come first.
+    They are the value without a scheme such as "Bearer", and its words, such as those of a cookie.
     """
     value = re.sub(r"^[A-Za-z]+ +", "", value.strip())
-    words = re.split(r"[\s;,]+|(?<=\w)=(?=[^=])", value)  # no padding of base64
+    # "=" divides a name from a value, but "=" at the end is padding of base64.
+    words = re.split(r"[\s;,]+|(?<=\w)=(?=[^=])", value)
     secrets = {word for word in words if len(word) > _MAX_PUBLIC_CHARS}
     if value:
         secrets.add(value)

@@ -1,4 +1,4 @@
-"""Connects to an inference server; names the servers that cannot be published to."""
+"""Finds out which inference server answers, and refuses servers that cannot be published to."""
 
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.extensions.rl.engines.client import Client
@@ -19,7 +19,8 @@ _TGI = (
     "TGI reads adapters when it starts (LORA_ADAPTERS=name=path); start it again, or serve with "
     "vLLM or SGLang"
 )
-_REFUSED = {  # "owned_by" in its list of models: the advice
+# What to do instead of a publish, by "owned_by" in the server's list of models.
+_REFUSED = {
     "llamacpp": _LLAMA_CPP,
     "library": _OLLAMA,
     "lmdeploy": (
@@ -31,6 +32,7 @@ _REFUSED = {  # "owned_by" in its list of models: the advice
         "request; start it again"
     ),
 }
+# (path, a word in the response, advice) for servers without "owned_by".
 _PROBES = (
     ("/api/version", "version", _OLLAMA),
     ("/info", "model_id", _TGI),
@@ -39,10 +41,10 @@ _PROBES = (
 
 
 def connect(client: Client) -> Server:
-    """Return the server at an address, identified by its responses.
+    """Return the server at the client's address, identified by its responses.
 
-    Raises EngineError if no server answers, or it refuses now; ConfigError for a server that cannot
-    be published to.
+    Raises EngineError if no server answers, or if the server refuses to list its models. Raises
+    ConfigError for a server that cannot be published to.
     """
     models = client.get("/v1/models")
     if not models.is_absent:

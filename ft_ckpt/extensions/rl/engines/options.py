@@ -1,4 +1,4 @@
-"""The options of `publish`: all are checked when they are made, before anything is sent."""
+"""Checks the options of `publish`, all of them before anything is sent."""
 
 import math
 import os
@@ -25,12 +25,12 @@ _KINDS = ("auto", "adapter", "weights")
 _IN_FLIGHT = ("wait", "keep", "abort")
 _CHECKS = ("all", "listed")
 _MIN_TIMEOUT_SECONDS = 0.001
-_MAX_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # timers take no more than some centuries
-_OF_CHAINS = ("delta", "anchor_every")
+_MAX_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # far below what a timer can take
+_CHAIN_OPTIONS = ("delta", "anchor_every")
 
 
 class ServerSettings(TypedDict, total=False):
-    """The fields of `ServerOptions` but `url` as type checkers and editors see them in keywords."""
+    """The fields of `ServerOptions` but `url`, so that type checkers and editors know keywords."""
 
     name: str | None
     version: str | None
@@ -57,59 +57,61 @@ class ServerOptions:
     """
 
     url: tuple[str, ...] = ()
-    """The addresses of one server or of several; with `delta`, one chain.
+    """The addresses of one server or of several. With `delta`, the folder or URL of one chain.
 
-    The constructor takes one as text, too.
+    The constructor also takes one address as text.
     """
     name: str | None = None
-    """The name of an adapter on the servers; None: that of the run's folder, with the part if there
-    are several.
+    """The name of an adapter on the servers. By default it is the name of the run's folder, with
+    the name of the part if there are several adapters.
     """
     version: str | None = None
-    """The name of the version; None: from the step and the manifest.
+    """The name of the version. By default it is made from the step and the manifest.
 
-    It is not loaded again under its name.
+    A version is never loaded again under its name.
     """
     kind: Literal["auto", "adapter", "weights"] = "auto"
-    """What to publish of the checkpoint; "auto": what its parts are."""
+    """What to publish: an adapter or full weights. "auto" publishes what the checkpoint has."""
     part: str | None = None
-    """The name of the part to publish, of several."""
+    """The name of the part to publish if the checkpoint has several."""
     visible_at: Mapping[str, str] = field(default_factory=dict)
     """The paths at which the servers see folders of this machine, as in {"/mnt/runs":
     "/data/runs"}.
     """
     stage: Path | None = None
-    """A folder that servers see, for checkpoints that are pulled from a bucket or rebuilt from a
-    chain (None: the cache), and for exports of adapters that the engine would misread (None: such
-    adapters are refused).
+    """A folder that servers see. Checkpoints that are pulled from a bucket or rebuilt from a chain
+    are stored there, and so are exports of adapters that the engine would misread. Without it,
+    checkpoints are stored in the cache, and such adapters are refused.
     """
     keep: int = 2
     """How many older versions of an adapter stay loaded, at least 0."""
     in_flight: Literal["wait", "keep", "abort"] = "wait"
-    """What becomes of running requests while weights are replaced: wait for their end, keep or
-    abort them.
+    """What happens to running requests while weights are replaced: "wait" for their end, "keep"
+    them until generation resumes, or "abort" them.
     """
     check: Literal["all", "listed"] = "all"
-    """"listed": ask whether the checkpoint is loaded, and compare neither digests nor answers."""
+    """What is compared: "all", or "listed", which only asks whether the checkpoint is loaded and
+    compares neither digests nor answers.
+    """
     base: Any = None
-    """The base model of an adapter, or its path or name: answers are also compared with
-    transformers and PEFT.
+    """The base model of an adapter, or its path or name. If it is given, answers are also compared
+    with those of transformers and PEFT.
     """
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Sent with each request.
+    """HTTP headers that are sent with each request.
 
-    Without Authorization, FT_CKPT_ENGINE_TOKEN is sent as a bearer token.
+    Unless they include Authorization, FT_CKPT_ENGINE_TOKEN is sent as a bearer token.
     """
     timeout_seconds: float = 300.0
     """The time limit of one request, from 0.001 s to 30 days."""
     delta: bool = False
-    """Append the checkpoint to the chain of deltas at `url`, a folder or the URL of one in a
-    bucket.
+    """Whether the checkpoint is appended to the chain of deltas at `url`, a folder on a disk or in
+    a bucket.
     """
     anchor_every: int = 10
-    """How often an entry of a chain holds the whole checkpoint, in entries, at least 1."""
+    """An entry of a chain holds the whole checkpoint every `anchor_every` entries, at least 1."""
 
-    # the constructor accepts more than the fields hold: one URL as text, None for a mapping
+    # The constructor accepts more types than the fields have: one URL as text, None for a mapping.
     if TYPE_CHECKING:
 
         def __init__(
@@ -125,7 +127,7 @@ class ServerOptions:
         self._set(visible_at=_mapping(self.visible_at), headers=_mapping(self.headers))
         check_settings(self, _RULES)
         if not _is_header_map(self.headers):
-            # without them: they may be tokens
+            # The message does not quote the headers, because they may contain tokens.
             raise ConfigError("headers: expected names with values, all text")
         self._set(timeout_seconds=float(self.timeout_seconds))
         self._check_chain()
@@ -143,16 +145,17 @@ class ServerOptions:
             object.__setattr__(self, name, value)
 
     def _check_chain(self) -> None:
-        """Raise ConfigError for options of servers with `delta` and options of chains without."""
-        settings = [option for option in fields(self) if option.default is not MISSING]
-        changed = {
-            option.name for option in settings if getattr(self, option.name) != option.default
-        }
+        """Raise ConfigError for options of servers if `delta`, and for those of chains if not."""
+        given = set()
+        for option in fields(self):
+            has_default = option.default is not MISSING
+            if has_default and getattr(self, option.name) != option.default:
+                given.add(option.name)
         if self.delta:
-            wrong = changed - {"url", *_OF_CHAINS}
+            wrong = given - {"url", *_CHAIN_OPTIONS}
             reason = "of servers; a chain (delta=True) has no such"
         else:
-            wrong = changed & {"anchor_every"}
+            wrong = given & {"anchor_every"}
             reason = "of chains; give delta=True"
         if wrong:
             raise ConfigError(f"{listing(sorted(wrong), ', ')}: {reason}")
@@ -183,7 +186,7 @@ class ServerOptions:
 def server_options(
     url: str | Sequence[str] | ServerOptions, settings: Mapping[str, Any]
 ) -> ServerOptions:
-    """Return the options, given as an object, or as URLs and keywords.
+    """Return the options that were given as an object, or as URLs and keywords.
 
     Raises ConfigError for an object with keywords, and for invalid options.
     """
@@ -198,9 +201,12 @@ def server_options(
 
 
 def _urls_in(url: Any) -> tuple[str, ...]:
-    """Return the URLs in an argument: one, or several. Raises ConfigError if they are not text."""
-    is_group = isinstance(url, Iterable) and not isinstance(url, (str, bytes, Mapping))
-    urls: tuple[Any, ...] = tuple(url) if is_group else (url,)
+    """Return the URLs in an argument that is one URL or several.
+
+    Raises ConfigError if they are not text.
+    """
+    has_several = isinstance(url, Iterable) and not isinstance(url, (str, bytes, Mapping))
+    urls: tuple[Any, ...] = tuple(url) if has_several else (url,)
     for text in urls:
         if not _is_text(text):
             raise ConfigError(

@@ -12,21 +12,19 @@ _TOP = 5
 
 
 def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[Answers, Answers]:
-    """Compute the highest log probabilities after PROBE_PROMPTS: of the base, and with adapter.
+    """Compute the answers of the base, and those with the adapter `part` of the checkpoint.
 
-    The computation is in float32 on the CPU. Raises the errors of `load_model`.
+    An answer is the list of the highest log probabilities after one of PROBE_PROMPTS. They are
+    computed in float32 on the CPU. Raises the errors of `load_model`.
     """
     model = load_model(checkpoint, part=part or None, base=base).float().eval()
     with model.disable_adapter():
-        plain = _answers(model)
-    return plain, _answers(model)
+        base_answers = _answers(model)
+    return base_answers, _answers(model)
 
 
 def model_answers(checkpoint: Path, part: str) -> Answers:
-    """Compute the highest log probabilities of full weights after each of PROBE_PROMPTS.
-
-    The computation is that of `reference_answers`.
-    """
+    """Compute the answers of the model `part` of the checkpoint, as `reference_answers` does."""
     return _answers(load_model(checkpoint, part=part or None).float().eval())
 
 

@@ -1,10 +1,12 @@
-"""A running inference server: the requests that every engine supports.
+"""The requests that a running inference server of every engine supports.
 
-Only paths, names and plain JSON are sent: the endpoints for tensors take pickles. Sources: vLLM
-0.22 to 0.32 (entrypoints/serve/dev/rlhf, entrypoints/serve/lora, docs/training/weight_checker.md),
-SGLang (docs/advanced_features/sglang_for_rl.md and lora). vLLM has the endpoints for weights with
-VLLM_SERVER_DEV_MODE=1, those for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and
---enable-lora.
+Only paths, names and plain JSON are sent. The endpoints that take tensors are not used, because
+they take pickles.
+
+vLLM has the endpoints for weights if VLLM_SERVER_DEV_MODE=1. It has those for adapters if
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and with --enable-lora. Sources: vLLM 0.22 to 0.32
+(entrypoints/serve/dev/rlhf, entrypoints/serve/lora, docs/training/weight_checker.md), SGLang
+(docs/advanced_features/sglang_for_rl.md and lora).
 """
 
 from abc import ABC, abstractmethod
@@ -25,16 +27,22 @@ from ft_ckpt.extensions.rl.engines.server_answers import (
 class Server(ABC):
     """One running server.
 
-    Every method raises EngineError when the server refuses or does not answer.
+    Every method raises EngineError if the server refuses or does not answer.
+
+    Attributes:
+        client: The HTTP client of the server.
+        version: The version of the engine.
+        engine: The name of the engine.
+        version_paths: Endpoints that may report the version of the weights. The first one counts
+            that reports a version.
+        digests_path: The endpoint that computes digests of the parameters.
     """
 
     client: Client
     version: str
 
     engine: ClassVar[str]
-    version_paths: ClassVar[
-        tuple[str, ...]
-    ]  # the first that answers has the version of the weights
+    version_paths: ClassVar[tuple[str, ...]]
     digests_path: ClassVar[str]
 
     def served(self) -> Served:
@@ -49,12 +57,12 @@ class Server(ABC):
     def load_adapter(self, name: str, path: str) -> bool:
         """Load the adapter in the folder `path` on the server.
 
-        False if one of this name is loaded already.
+        Returns False if an adapter of this name is loaded already.
         """
 
     @abstractmethod
     def unload_adapter(self, name: str) -> None:
-        """Unload the adapter; no error if it is not loaded."""
+        """Unload the adapter. It is no error if it is not loaded."""
 
     def weight_version(self) -> str | None:
         """Request the version of the weights; return None if the server reports none."""
@@ -65,30 +73,35 @@ class Server(ABC):
         """Set the version that the server reports."""
 
     def is_paused(self) -> bool:
-        """Check whether generation is paused; return False if the server does not report it."""
+        """Check whether generation is paused. Returns False if the server does not report it."""
         return False
 
     @abstractmethod
     def pause(self, in_flight: str) -> None:
-        """Stop generation; `in_flight` requests: "wait", "keep" or "abort"."""
+        """Stop generation.
+
+        `in_flight` says what happens to running requests: "wait" for their end, "keep" them until
+        generation resumes, or "abort" them.
+        """
 
     @abstractmethod
     def resume(self) -> None:
-        """Resume generation; no error if it is not paused."""
+        """Resume generation. It is no error if it is not paused."""
 
     @abstractmethod
     def load_weights(self, path: str) -> None:
-        """Load full weights in place from the folder `path` on the server; then drop all caches."""
+        """Replace the weights by those in the folder `path` on the server, and drop all caches."""
 
     @abstractmethod
     def drop_caches(self) -> None:
-        """Drop the cached states of earlier prompts, if the server has an endpoint for it."""
+        """Drop the cached states of earlier prompts if the server has an endpoint for this."""
 
     def digests(self) -> Mapping[str, str] | None:
-        """Request a digest of each parameter by name, with its ranks as prefix ("tp0:...").
+        """Request the digest of each parameter, by name with its ranks as prefix.
 
-        vLLM computes SHA-256, SGLang other digests. Returns None if the server has no such
-        endpoint, an empty mapping if it is paused and does not compute digests now.
+        An example of a name is "tp0:model.norm.weight". vLLM computes SHA-256, and SGLang other
+        digests. Returns None if the server has no such endpoint. Returns an empty mapping if the
+        server is paused and does not compute digests now.
         """
         answer = self.client.post(self.digests_path, {"action": "checksum"})
         return digests_of(self.client, answer)
@@ -98,17 +111,18 @@ class Server(ABC):
         path: str,
         action: str,
         body: Mapping[str, Any] | None = None,
-        passes: Callable[[Answer], bool] = lambda _: False,
+        is_accepted: Callable[[Answer], bool] = lambda _: False,
         **query: str,
     ) -> Answer:
-        """Return the answer to a request that `action` names in errors.
+        """Send a request, and return the answer. `action` names the request in errors.
 
-        Raises EngineError for a refusal, unless the answer `passes`.
+        Raises EngineError for a refusal, unless `is_accepted` returns True for it.
         """
         answer = self.client.post(path, body, **query)
-        if not passes(answer):
+        if not is_accepted(answer):
             self._refuse_failure(answer, path, action)
         return answer
 
     def _refuse_failure(self, answer: Answer, path: str, action: str) -> None:
+        """Raise EngineError if the answer is a refusal."""
         self.client.expect(answer, action)

@@ -1,4 +1,4 @@
-"""What the answers of inference servers say: models, versions, digests, refusals."""
+"""Reads the responses of inference servers: models, versions, digests, refusals."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,20 +10,26 @@ from ft_ckpt.extensions.rl.engines.client import Answer, Client
 
 @dataclass(frozen=True)
 class Served:
-    """The models that a server lists."""
+    """The models that a server lists.
 
-    base: str  # name of its base model
-    base_path: str | None  # from which the server loaded it
-    # path of each adapter by name; None if the server does not report it
+    Attributes:
+        base: The name of the base model.
+        base_path: The path from which the server loaded the base model, if it reports it.
+        adapters: The path of each adapter by name, or None if the server does not report it.
+    """
+
+    base: str
+    base_path: str | None
     adapters: Mapping[str, str | None]
 
 
 def is_object(answer: Answer) -> bool:
+    """Check whether the response is a success with a JSON object."""
     return answer.is_success and isinstance(answer.document, dict)
 
 
 def first_object(client: Client, *paths: str) -> str | None:
-    """Return the first of `paths` that answers with a JSON object."""
+    """Return the first of `paths` that answers with a JSON object, or None."""
     for path in paths:
         if is_object(client.get(path)):
             return path
@@ -31,8 +37,11 @@ def first_object(client: Client, *paths: str) -> str | None:
 
 
 def version_at(client: Client, path: str) -> str:
+    """Return the version of the engine that `path` reports, or "unknown"."""
     document = client.get(path).document
-    return str(document.get("version", "unknown")) if isinstance(document, dict) else "unknown"
+    if not isinstance(document, dict):
+        return "unknown"
+    return str(document.get("version", "unknown"))
 
 
 def _is_refusal(answer: Answer) -> bool:
@@ -42,17 +51,21 @@ def _is_refusal(answer: Answer) -> bool:
 
 
 def says_loaded(answer: Answer) -> bool:
-    """Check whether a refusal to load an adapter says that another publisher loaded its name."""
+    """Check whether an adapter was not loaded because one of its name is loaded already."""
     return _is_refusal(answer) and "already" in answer.text and "loaded" in answer.text
 
 
 def says_not_loaded(answer: Answer) -> bool:
-    """Check whether a refusal to unload an adapter says that none of its name is loaded."""
+    """Check whether an adapter was not unloaded because none of its name is loaded."""
     says_none = "not loaded" in answer.text or "does not exist" in answer.text
     return _is_refusal(answer) and says_none
 
 
 def served_models(client: Client) -> Served:
+    """Request the list of models. Raises EngineError if it is empty or refused.
+
+    The first model without a parent is the base. Models with a parent are adapters.
+    """
     listed = listed_models(client.expect(client.get("/v1/models"), "its list of models"))
     models = [model for model in listed if isinstance(model.get("id"), str)]
     if not models:
@@ -77,7 +90,7 @@ def listed_models(answer: Answer) -> list[dict[str, Any]]:
 
 
 def weight_version_at(client: Client, *paths: str) -> str | None:
-    """Return the version at the first of `paths` that reports one; None if none does."""
+    """Return the version of the weights at the first of `paths` that reports one, or None."""
     for path in paths:
         answer = client.get(path)
         if answer.is_absent:
@@ -90,6 +103,7 @@ def weight_version_at(client: Client, *paths: str) -> str | None:
 
 
 def digests_of(client: Client, answer: Answer) -> dict[str, str] | None:
+    """Return the digests in a response; see `Server.digests`."""
     if answer.is_absent:
         return None
     if answer.status == 409:
@@ -104,17 +118,17 @@ def digests_of(client: Client, answer: Answer) -> dict[str, str] | None:
 
 
 def _digests_in(value: Any, ranks: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the digests below "checksums" at any depth, by name.
+    """Yield (name, digest) for the digests below "checksums" at any depth.
 
-    Each rank of SGLang answers with its own object.
+    Each rank of SGLang answers with an object of its own, whose ranks become a prefix of the names.
     """
     if isinstance(value, list):
         for rank, entry in enumerate(value):
             yield from _digests_in(entry, f"tp{rank}:")
     elif isinstance(value, dict):
-        place = value.get("parallelism_info")
-        if isinstance(place, dict):
-            ranks = "".join(f"{kind}{place.get(f'{kind}_rank', 0)}:" for kind in ("dp", "pp", "tp"))
+        info = value.get("parallelism_info")
+        if isinstance(info, dict):
+            ranks = "".join(f"{kind}{info.get(f'{kind}_rank', 0)}:" for kind in ("dp", "pp", "tp"))
         sums = value.get("checksums")
         if isinstance(sums, dict):
             for name, digest in sums.items():

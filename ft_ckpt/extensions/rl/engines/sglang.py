@@ -1,4 +1,4 @@
-"""The endpoints of SGLang, which other servers have, too."""
+"""Sends requests to the endpoints of SGLang, which some other servers have as well."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -8,8 +8,8 @@ from ft_ckpt.extensions.rl.engines.client import Answer
 from ft_ckpt.extensions.rl.engines.server import Server
 from ft_ckpt.extensions.rl.engines.server_answers import digests_of, says_loaded, says_not_loaded
 
-# Retracted requests are recomputed from their tokens; "in_place" would keep the cache of the old
-# weights
+# What SGLang does for each `in_flight`. Retracted requests are recomputed from their tokens. The
+# mode "in_place" would keep the cache of the old weights.
 _MODES = {"wait": "retract", "keep": "retract", "abort": "abort"}
 
 
@@ -25,20 +25,20 @@ class SGLang(Server):
     digests_path: ClassVar[str] = "/weights_checker"
 
     def model_name(self, base: str, adapter: str) -> str:
-        return f"{base}:{adapter}"  # the base answers a name without a colon
+        return f"{base}:{adapter}"  # for a name without a colon, the base model would answer
 
     def load_adapter(self, name: str, path: str) -> bool:
         body = {"lora_name": name, "lora_path": path}
         answer = self._post(
-            "/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=says_loaded
+            "/load_lora_adapter", f"adapter {name!r} from {path}", body, is_accepted=says_loaded
         )
         return not says_loaded(answer)
 
     def unload_adapter(self, name: str) -> None:
-        # requested even if the server does not list the adapter, which may be loaded all the same
+        # Requested even if the server does not list the adapter, because it may still be loaded.
         body = {"lora_name": name}
         self._post(
-            "/unload_lora_adapter", f"unloading adapter {name!r}", body, passes=says_not_loaded
+            "/unload_lora_adapter", f"unloading adapter {name!r}", body, is_accepted=says_not_loaded
         )
 
     def set_weight_version(self, version: str) -> None:
@@ -61,14 +61,14 @@ class SGLang(Server):
         self._post("/update_weights_from_disk", f"weights from {path}", body)
 
     def drop_caches(self) -> None:
-        """Do nothing: loading weights drops the caches.
+        """Do nothing, because loading weights drops the caches.
 
-        The caches of adapters are keyed by load, not by name.
+        Each load of an adapter has caches of its own, even under a name that was used before.
         """
 
     def digests(self) -> Mapping[str, str] | None:
         answer = self.client.post(self.digests_path, {"action": "checksum"})
-        if answer.status == 400:  # it has no such action
+        if answer.status == 400:  # this version has no such action
             return None
         return digests_of(self.client, answer)
 

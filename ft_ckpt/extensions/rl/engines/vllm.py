@@ -1,4 +1,4 @@
-"""The endpoints of vLLM."""
+"""Sends requests to the endpoints of vLLM."""
 
 from typing import ClassVar
 
@@ -19,10 +19,11 @@ class VLLM(Server):
         return adapter
 
     def load_adapter(self, name: str, path: str) -> bool:
-        # "load_inplace" reads the disk at each step, and a reused name answers from the old cache
+        # "load_inplace" is not used: it reads the disk at each step, and a name that is used again
+        # answers from the old cache.
         body = {"lora_name": name, "lora_path": path}
         answer = self._post(
-            "/v1/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=says_loaded
+            "/v1/load_lora_adapter", f"adapter {name!r} from {path}", body, is_accepted=says_loaded
         )
         return answer.is_success
 
@@ -45,7 +46,7 @@ class VLLM(Server):
 
     def resume(self) -> None:
         answer = self.client.post("/resume")
-        # without the endpoints it cannot have been paused
+        # A server without these endpoints cannot have been paused.
         if not answer.is_absent or self.is_paused():
             self.client.expect(answer, "resuming")
 
@@ -59,7 +60,7 @@ class VLLM(Server):
         self.drop_caches()
 
     def drop_caches(self) -> None:
-        # blocks of requests kept by a pause are dropped and recomputed, too
+        # The cached blocks of requests that a pause has kept are dropped and recomputed, too.
         for path in ("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"):
             answer = self.client.post(path, reset_running_requests="true")
             if not answer.is_absent:  # versions differ in these endpoints

@@ -1,4 +1,7 @@
-"""What is read of a folder for the findings: its settings, and elements that are not finite."""
+"""Reads what several checks need from a folder: JSON objects, and elements that are not finite.
+
+A finding is one line of text about something that an engine would refuse, drop or misread.
+"""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def settings_in(store: Store, name: str) -> dict[str, Any] | None:
-    """Read the JSON object in the file `name`; return None if there is no such file."""
+    """Read the JSON object in the file `name`. Returns None without such a file or object."""
     try:
         document = json.loads(read_text(store, name))
     except (CheckpointError, ValueError, RecursionError):
@@ -23,6 +26,7 @@ def settings_in(store: Store, name: str) -> dict[str, Any] | None:
 
 
 def nonfinite_findings(file: TensorFile) -> Iterator[str]:
+    """Yield a finding for each tensor with NaN or infinite elements. Reads all tensors."""
     for name, spec in file.specs.items():
         if spec.dtype in FLOATS and not torch.isfinite(file.read(name)).all():
             yield f"{name}: NaN or infinite elements; use an older checkpoint"

@@ -1,7 +1,7 @@
-"""Conversion of an adapter to a single rank and scale, which all versions of an engine apply.
+"""Converts an adapter to a single rank and scale, which all versions of an engine apply.
 
-Few versions of the engines read rank_pattern, alpha_pattern and use_rslora; the others silently
-scale wrongly.
+Few versions of the engines read rank_pattern, alpha_pattern and use_rslora. The others silently
+scale wrongly. The inner matrix of a layer is lora_A, and the outer one is lora_B.
 """
 
 import json
@@ -50,20 +50,24 @@ def export(
 ) -> ConvertReport:
     """Write the LoRA `adapter` to the folder `out` as `engine` ("vllm" or "sglang") applies it.
 
-    A failed call leaves no folder. The result has one rank, the largest of all layers, and one
-    scale, that of most layers. Matrices of lower ranks are padded with zeros. In layers of another
-    scale (alpha_pattern, rank_pattern, use_rslora) the outer matrix is multiplied by the ratio, in
-    its dtype if the products are exact in it, else in float32; a note counts the layers that are
-    rounded. Everything else is unchanged. `adapter` is a PEFT folder, or a checkpoint of ft_ckpt,
-    which is compared with its digests; `overwrite` is that of `convert`.
+    A failed call leaves no folder. The result has one rank and one scale. The rank is the largest
+    of all layers, and matrices of lower ranks are padded with zeros. The scale is that of most
+    layers. In layers of another scale (alpha_pattern, rank_pattern, use_rslora), the outer matrix
+    is multiplied by the ratio of the scales. The product has the dtype of the matrix if it is exact
+    in it, and float32 otherwise. The report counts the layers that were rounded. Everything else is
+    unchanged.
 
-    Raises ConfigError for an unknown engine, SelectionError naming each setting and tensor without
-    an exact conversion and the remedy; for files as `convert` does.
+    `adapter` is a PEFT folder, or a checkpoint of ft_ckpt, whose digests are compared. `overwrite`
+    is that of `convert`.
+
+    Raises ConfigError for an unknown engine. Raises SelectionError naming each setting and tensor
+    that cannot be converted, and the remedy. For files it raises what `convert` raises.
     """
     check_engine(engine)
-    source, goal = open_place(adapter), open_place(out)
+    source = open_place(adapter)
+    target = open_place(out)
     options = convert_options(
-        goal,
+        target,
         format="safetensors",
         dtype=None,
         max_shard_size=None,
@@ -80,28 +84,35 @@ def export(
         problems = list(adapter_findings(settings, part.file, _ANY_RANK))
         if problems:
             raise SelectionError(f"{source}: {listing(problems)}")
-        plain, settings, notes = _plain_adapter(part.file, settings)
+        tensors, settings, notes = _with_one_scale(part.file, settings)
         manifest = folder.manifest
         if manifest is not None:
             manifest = replace(
                 manifest, made_from=(source.basename,), run_id=None, rankings={}, export=True
             )
-        converted = WeightsFolder(folder.place, [replace(part, file=plain)], manifest)
-        text = json.dumps(settings, indent=2, sort_keys=True).encode()
-        config = f"{part.path}/{_CONFIG}".lstrip("/")
+        converted = WeightsFolder(folder.place, [replace(part, file=tensors)], manifest)
+        config_text = json.dumps(settings, indent=2, sort_keys=True).encode()
+        config_path = f"{part.path}/{_CONFIG}".lstrip("/")
         options = replace(
             options,
             max_mode=place.mode_at(options.target),
             made_from=(source.basename,),
-            replaced={config: text},
+            replaced={config_path: config_text},
         )
         report = write_converted(converted, place, options)
     return replace(report, notes=(*report.notes, *notes))
 
 
 def _only_adapter(opened: TensorFile, source: Place) -> tuple[WeightsFolder, FolderPart]:
-    parts = opened.parts if isinstance(opened, WeightsFolder) else ()
-    if not isinstance(opened, WeightsFolder) or "adapter" not in [part.kind for part in parts]:
+    """Return the folder and its one adapter.
+
+    Raises LoadError without an adapter, and SelectionError if the folder has other adapters or
+    models as well.
+    """
+    has_adapter = isinstance(opened, WeightsFolder) and any(
+        part.kind == "adapter" for part in opened.parts
+    )
+    if not isinstance(opened, WeightsFolder) or not has_adapter:
         text = describe_contents(source).text
         raise LoadError(f"{source}: {text}; expected a folder with an adapter ({_CONFIG})")
     if len(opened.parts) > 1:
@@ -110,34 +121,34 @@ def _only_adapter(opened: TensorFile, source: Place) -> tuple[WeightsFolder, Fol
     return opened, opened.parts[0]
 
 
-def _plain_adapter(
+def _with_one_scale(
     file: TensorFile, settings: Mapping[str, Any]
 ) -> tuple[MemoryFile, dict[str, Any], list[str]]:
-    """Convert the tensors and settings of an adapter; return them with notes."""
-    layers = {}
-    for layer, head in lora_layers(file).items():
-        layers[head] = rank_and_scale(settings, layer)
+    """Return the tensors and settings with one rank and scale, and notes for the report."""
+    layers = {}  # the rank and scale of each layer, by the prefix of its tensors
+    for layer, prefix in lora_layers(file).items():
+        layers[prefix] = rank_and_scale(settings, layer)
     rank = max(rank for rank, _ in layers.values())
-    # a layer scaled by 0 gets a matrix of zeros
+    # A scale of 0 is never chosen. Such a layer gets an outer matrix of zeros.
     scales = Counter(scale for _, scale in layers.values() if scale)
     scale = scales.most_common(1)[0][0] if scales else 1.0
     tensors: dict[str, Tensor] = {}
     rounded = []
-    for head, (layer_rank, layer_scale) in layers.items():
-        inner = _matrix(file, f"{head}.lora_A.weight")
-        outer, is_exact = _scaled(_matrix(file, f"{head}.lora_B.weight"), layer_scale / scale)
+    for prefix, (layer_rank, layer_scale) in layers.items():
+        ratio = layer_scale / scale
+        inner = _matrix(file, f"{prefix}.lora_A.weight")
+        outer, is_exact = _multiply(_matrix(file, f"{prefix}.lora_B.weight"), ratio)
         if not is_exact:
-            rounded.append(head)
+            rounded.append(prefix)
             if not torch.isfinite(outer).all():
                 raise SelectionError(
-                    f"{head}.lora_B.weight: not finite in float32, scaled by "
-                    f"{layer_scale / scale:.6g}; {MERGE}"
+                    f"{prefix}.lora_B.weight: not finite in float32, scaled by {ratio:.6g}; {MERGE}"
                 )
         missing_ranks = rank - layer_rank
-        tensors[f"{head}.lora_A.weight"] = pad(inner, (0, 0, 0, missing_ranks))
-        tensors[f"{head}.lora_B.weight"] = pad(outer, (0, missing_ranks))
+        tensors[f"{prefix}.lora_A.weight"] = pad(inner, (0, 0, 0, missing_ranks))
+        tensors[f"{prefix}.lora_B.weight"] = pad(outer, (0, missing_ranks))
     alpha = scale * rank
-    plain_settings = {
+    new_settings = {
         **settings,
         "rank_pattern": {},
         "alpha_pattern": {},
@@ -150,21 +161,21 @@ def _plain_adapter(
         notes.append(
             f"{len(rounded)} of {len(layers)} layers: lora_B is scaled and rounded in float32"
         )
-    in_order = {name: tensors[name] for name in file.specs}
-    return MemoryFile(in_order), plain_settings, notes
+    tensors_in_order = {name: tensors[name] for name in file.specs}
+    return MemoryFile(tensors_in_order), new_settings, notes
 
 
-def _scaled(tensor: Tensor, factor: float) -> tuple[Tensor, bool]:
-    """Return the product in the tensor's dtype if that is exact, else in float32.
+def _multiply(tensor: Tensor, factor: float) -> tuple[Tensor, bool]:
+    """Return the product of a tensor and a number, and whether it is exact.
 
-    The second result tells whether the product is exact.
+    The product has the dtype of the tensor if it is exact in it, and float32 or wider otherwise.
     """
     product = tensor.double() * factor
     for dtype in (tensor.dtype, torch.promote_types(tensor.dtype, torch.float32)):
-        scaled = product.to(dtype)
-        if torch.equal(scaled.double(), product):
-            return scaled, True
-    return scaled, False
+        rounded = product.to(dtype)
+        if torch.equal(rounded.double(), product):
+            return rounded, True
+    return rounded, False
 
 
 def _matrix(file: TensorFile, name: str) -> Tensor:

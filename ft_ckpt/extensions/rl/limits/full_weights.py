@@ -1,4 +1,7 @@
-"""The config and tensors of full weights that an engine would refuse or misread."""
+"""Finds in a model's config and tensors what an engine would refuse or misread.
+
+A finding is one line of text about it. Full weights are those of a model, and not of an adapter.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +12,8 @@ from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.model.files import differences_between, quantisation_of
 from ft_ckpt.storage import Store
 
-_OF_TRAINING = (
+# Fields of a config that are used only in training.
+_TRAINING_FIELDS = (
     "router_aux_loss_coef",
     "router_z_loss_coef",
     "router_jitter_noise",
@@ -25,6 +29,7 @@ _TOKENIZER_FILES = {
 
 
 def model_findings(store: Store, file: TensorFile) -> Iterator[str]:
+    """Yield the findings of a model in the folder `store`, whose tensors are `file`."""
     config = settings_in(store, "config.json")
     if config is None:
         yield "config.json: missing or no JSON object; engines choose the architecture by it"
@@ -60,20 +65,22 @@ def model_findings(store: Store, file: TensorFile) -> Iterator[str]:
 def compare_configs(
     served: Mapping[str, Any], published: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Compare config.json as a server has kept it from its start with that of new weights.
+    """Compare the config of a server's model with the config of new weights.
 
-    Returns the fields that change what it computes, and the ids of special tokens, which may end an
-    answer early or late; each as "field, value in `published`, value in `served`" in words.
+    A server keeps the config with which it started. Returns two lists of lines, such as "vocab_size
+    32000, 32001 in that of the served model": the fields that change what the model computes, and
+    the ids of special tokens. Other token ids may only end an answer early or late.
     """
-    changing, tokens = [], []
+    differences = []
+    token_differences = []
     for name, new, old in differences_between(published, served, "model"):
-        field = re.sub(r"\.\d+$", "", name)  # without the place in a list
+        field = re.sub(r"\.\d+$", "", name)  # a name may end in an index of a list
         text = f"{field} {new}, {old} in that of the served model"
         if field.endswith("token_id"):
-            tokens.append(text)
-        elif field not in _OF_TRAINING:
-            changing.append(text)
-    return changing, tokens
+            token_differences.append(text)
+        elif field not in _TRAINING_FIELDS:
+            differences.append(text)
+    return differences, token_differences
 
 
 def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str]:
@@ -81,10 +88,11 @@ def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str
 
     Only shapes that every decoder has are compared.
     """
-    text = config.get("text_config")
-    inner: Mapping[str, Any] = text if isinstance(text, dict) else config
-    hidden_size = inner.get("word_embed_proj_dim", inner.get("hidden_size"))
-    fields = (("vocab_size", inner.get("vocab_size")), ("hidden_size", hidden_size))
+    text_config: Mapping[str, Any] = config
+    if isinstance(config.get("text_config"), dict):
+        text_config = config["text_config"]
+    hidden_size = text_config.get("word_embed_proj_dim", text_config.get("hidden_size"))
+    fields = (("vocab_size", text_config.get("vocab_size")), ("hidden_size", hidden_size))
     for name, spec in file.specs.items():
         if name.endswith("embed_tokens.weight") and len(spec.shape) == 2:
             for (field, expected), size in zip(fields, spec.shape, strict=True):
@@ -93,12 +101,14 @@ def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str
                         f"{name}: shape {list(spec.shape)}, expected {field} {expected} of "
                         "config.json; use another checkpoint"
                     )
-    layers = inner.get("num_hidden_layers")
+    layers = text_config.get("num_hidden_layers")
     if not isinstance(layers, int):
         return
-    # of multi-token prediction, stored after the others or left out
-    prediction_layers = inner.get("num_nextn_predict_layers")
-    max_layers = layers + (prediction_layers if isinstance(prediction_layers, int) else 0)
+    # Layers of multi-token prediction are stored after the others, or left out.
+    max_layers = layers
+    prediction_layers = text_config.get("num_nextn_predict_layers")
+    if isinstance(prediction_layers, int):
+        max_layers += prediction_layers
     counts = _layers_in(file.specs)
     if counts and not any(layers <= count <= max_layers for count in counts):
         yield (
@@ -108,7 +118,7 @@ def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str
 
 
 def _layers_in(names: Iterable[str]) -> set[int]:
-    """Return the number of layers of each stack, such as a decoder and a vision encoder."""
+    """Return the numbers of layers of all stacks, such as a decoder and a vision encoder."""
     counts: dict[str, int] = {}
     for name in names:
         stack, mark, rest = name.partition(".layers.")

@@ -1,8 +1,11 @@
-"""The settings and tensors of LoRA adapters that an engine would refuse, drop or misread.
+"""Finds in LoRA adapters what an engine would refuse, drop or misread.
+
+A finding is one line of text about it. The inner matrix of a layer is lora_A of shape (rank, in),
+and the outer one is lora_B of shape (out, rank). Their product is multiplied by a scale.
 
 Sources: vLLM 0.32 (lora/peft_helper.py, lora/utils.py, docs/features/lora.md), SGLang
-(srt/lora/lora_config.py). Older versions read fewer fields silently, so the fields that they would
-ignore are refused as well.
+(srt/lora/lora_config.py). Older versions silently ignore more fields, so these fields are refused
+as well.
 """
 
 import math
@@ -20,7 +23,8 @@ MERGE = "merge it (`ft-ckpt merge`) and publish full weights"
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _INNER, _OUTER = ".lora_A.weight", ".lora_B.weight"
 _MAX_FLOAT = sys.float_info.max
-_UNREAD = (  # fields of LoRA variants that engines ignore
+# Fields of LoRA variants that engines ignore.
+_IGNORED_FIELDS = (
     "use_dora",
     "lora_bias",
     "use_bdlora",
@@ -36,9 +40,9 @@ _UNREAD = (  # fields of LoRA variants that engines ignore
 def adapter_findings(
     settings: Mapping[str, Any], file: TensorFile, max_lora_rank: int
 ) -> Iterator[str]:
-    """Yield the findings of an adapter that an export does not fix.
+    """Yield the findings that an export cannot fix.
 
-    `settings` are those of adapter_config.json.
+    `settings` are the contents of adapter_config.json.
     """
     kind = settings.get("peft_type")
     if kind != "LORA":
@@ -62,7 +66,7 @@ def adapter_findings(
 
 
 def scale_findings(engine: str, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the findings that an export fixes: it folds the scales into the matrices."""
+    """Yield the findings that an export fixes by multiplying the matrices by their scales."""
     export = f"convert it (`ft-ckpt export ADAPTER OUT --for {engine}`)"
     for field in _PATTERNS:
         if settings.get(field):
@@ -78,10 +82,10 @@ def scale_findings(engine: str, settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]:
-    """Return the rank of a layer's matrices, and the factor of their product, by PEFT's rule.
+    """Return the rank of a layer's matrices and the scale of their product, by PEFT's rule.
 
-    In a pattern, the first key applies that matches the whole layer path or its end after a dot, as
-    regular expression.
+    The keys of rank_pattern and alpha_pattern are regular expressions. The first key applies that
+    matches the whole path of the layer, or its end after a dot.
     """
     rank = _pattern_value(settings, "rank_pattern", layer, settings["r"])
     alpha = float(_pattern_value(settings, "alpha_pattern", layer, settings.get("lora_alpha", 8)))
@@ -90,12 +94,12 @@ def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]
 
 
 def lora_layers(file: TensorFile) -> dict[str, str]:
-    """Return the paths of the base's layers with LoRA matrices, with their tensors' prefixes."""
+    """Return the layers with LoRA matrices: the prefix of their tensors by path in the base."""
     layers = {}
     for name in file.specs:
         if name.endswith((_INNER, _OUTER)):
-            head = name.removesuffix(_INNER).removesuffix(_OUTER)
-            layers[head.removeprefix(PREFIX)] = head
+            prefix = name.removesuffix(_INNER).removesuffix(_OUTER)
+            layers[prefix.removeprefix(PREFIX)] = prefix
     return layers
 
 
@@ -107,6 +111,7 @@ def _pattern_value(settings: Mapping[str, Any], field: str, layer: str, default:
 
 
 def _rank_findings(settings: Mapping[str, Any], max_rank: int) -> Iterator[str]:
+    """Yield invalid ranks, scales and patterns."""
     ranks = {"r": settings.get("r")}
     for key, value in _pattern(settings, "rank_pattern"):
         ranks[f"rank_pattern[{key!r}]"] = value
@@ -135,7 +140,7 @@ def _rank_findings(settings: Mapping[str, Any], max_rank: int) -> Iterator[str]:
 
 
 def _expression(key: str) -> str:
-    """Return the regular expression that PEFT makes of a key of a pattern."""
+    """Return the regular expression that PEFT builds from a key of a pattern."""
     return rf"(.*\.)?({key})$"
 
 
@@ -150,26 +155,27 @@ def _is_expression(text: str) -> bool:
 def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[str]:
     """Yield layers that do not have two matrices of the rank in the settings."""
     wrong = []
-    for layer, head in lora_layers(file).items():
+    for layer, prefix in lora_layers(file).items():
         rank, _ = rank_and_scale(settings, layer)
-        inner = _shape_of(file, head + _INNER)
-        outer = _shape_of(file, head + _OUTER)
-        are_matrices = len(inner) == len(outer) == 2
-        if not are_matrices or inner[0] != rank or outer[1] != rank:
+        inner_shape = _shape_of(file, prefix + _INNER)
+        outer_shape = _shape_of(file, prefix + _OUTER)
+        are_matrices = len(inner_shape) == len(outer_shape) == 2
+        if not are_matrices or inner_shape[0] != rank or outer_shape[1] != rank:
             wrong.append(
-                f"{layer}: shapes {list(inner)} and {list(outer)}, expected two matrices "
-                f"of rank {rank}"
+                f"{layer}: shapes {list(inner_shape)} and {list(outer_shape)}, expected two "
+                f"matrices of rank {rank}"
             )
     if wrong:
         yield f"{listing(wrong, '; ', 3)}; engines have no place for them, {MERGE}"
 
 
 def _shape_of(file: TensorFile, name: str) -> tuple[int, ...]:
+    """Return the shape of a tensor, or () if there is none of this name."""
     return tuple(file.specs[name].shape) if name in file.specs else ()
 
 
 def _type_findings(file: TensorFile) -> Iterator[str]:
-    """Yield the matrices of a dtype in which PEFT does not compute LoRA."""
+    """Yield a finding for matrices of a dtype in which PEFT does not compute LoRA."""
     wrong = [
         f"{name}: {spec.dtype}"
         for name, spec in file.specs.items()
@@ -183,7 +189,8 @@ def _type_findings(file: TensorFile) -> Iterator[str]:
 
 
 def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
-    for field in _UNREAD:
+    """Yield fields that engines do not read or do not apply."""
+    for field in _IGNORED_FIELDS:
         if settings.get(field):
             yield f"{field}: set, and neither read nor applied; {MERGE}"
     if settings.get("bias") not in (None, "none"):
@@ -206,5 +213,6 @@ def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pattern(settings: Mapping[str, Any], field: str) -> list[tuple[str, Any]]:
+    """Return the items of a pattern, or [] if the field is absent or no mapping."""
     pattern = settings.get(field)
     return list(pattern.items()) if isinstance(pattern, dict) else []

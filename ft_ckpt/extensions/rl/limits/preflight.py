@@ -1,4 +1,7 @@
-"""Finds what an engine would refuse, drop or misread of a checkpoint, from its files alone."""
+"""Finds in the files of a checkpoint what an engine would refuse, drop or misread.
+
+No server is needed. A finding is one line of text about it.
+"""
 
 import os
 from collections.abc import Iterator
@@ -20,17 +23,17 @@ from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, open_place
 
 ENGINES = ("vllm", "sglang")
-MAX_RANK = 16  # of vLLM without --max-lora-rank
+MAX_RANK = 16  # the limit of vLLM without --max-lora-rank
 
 
 def check_for(
     engine: str, folder: str | os.PathLike[str] | Place, *, max_lora_rank: int = MAX_RANK
 ) -> list[str]:
-    """List why `engine` ("vllm" or "sglang") would not serve what `folder` has as it was trained.
+    """Return the reasons why `engine` would not serve the adapter or model in `folder` as trained.
 
-    `folder` has an adapter or a model. Each reason is one line: the field or file, its value, the
-    expected value, the remedy. An empty list does not prove that the engine supports the
-    architecture: only a publish tries that. `max_lora_rank`: the engine's own setting.
+    `engine` is "vllm" or "sglang". Each reason is one line, with the field or file, its value, the
+    expected value and the remedy. An empty list does not prove that the engine supports the
+    architecture, because only a publish tries that. `max_lora_rank`: the engine's own setting.
 
     Raises ConfigError for an unknown engine, and the errors of opening the folder.
     """
@@ -66,9 +69,10 @@ def needs_export(engine: str, store: Store) -> bool:
 
 
 def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
-    """Compare the server's base, in the folder `base_path`, with the base of the adapter.
+    """Compare the server's base model, in the folder `base_path`, with the base of the adapter.
 
-    Returns the findings, and the reason why nothing was compared ("" if it was).
+    Returns the findings, and the reason why nothing was compared. The reason is "" if the bases
+    were compared.
     """
     if record.base is None or not record.base.fingerprint:
         return [], "the checkpoint has no record of it"

@@ -1,8 +1,8 @@
 """Publishes a checkpoint into inference servers, and proves that they hold it.
 
-Nothing here changes a checkpoint. Begin at `publishing`: its steps are in `source` (the
-checkpoint), `adapter` and `weights`, with `weights_update` (one server) and `weights_before`
-(restoring).
+Nothing here changes a checkpoint. Begin at `steps`. It opens the checkpoint by `source`, and loads
+it by `adapter` or by `weights`. `weights_update` has the steps for one server, and `weights_before`
+restores the previous weights.
 """
 
 import lazy_loader

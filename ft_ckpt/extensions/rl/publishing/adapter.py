@@ -1,7 +1,9 @@
 """Loads an adapter on servers, and proves that they apply it.
 
-Each version of an adapter gets its own name and is never loaded again under it, because the caches
-of servers are keyed by name.
+Each version of an adapter has a name of its own, and is never loaded again under that name, because
+servers key their caches by the name.
+
+The answers of a model are its highest log probabilities after a few fixed prompts; see `probe`.
 """
 
 import re
@@ -20,28 +22,51 @@ from ft_ckpt.messages import LOG
 
 @dataclass(frozen=True)
 class _Reference:
-    """The expected answers of an adapter."""
+    """The expected answers of an adapter.
 
-    is_neutral: bool  # the adapter changes nothing: its answers equal the base's
-    # log probabilities of transformers, as `probe` gives them
+    Attributes:
+        is_neutral: Whether the adapter changes nothing, so that its answers equal the base's.
+        base: The answers of transformers with the base, if they are compared.
+        adapted: The answers of transformers and PEFT with the adapter, if they are compared.
+    """
+
+    is_neutral: bool
     base: Answers | None = None
     adapted: Answers | None = None
 
 
 @dataclass(frozen=True)
 class _Adapter:
+    """The adapter to load.
+
+    Attributes:
+        name: Its name on the servers, with the version.
+        folder: Its folder.
+        reference: The expected answers, or None if answers are not compared.
+        has_given_version: Whether the caller gave the version in its name. Otherwise the name has
+            the digest of its content.
+    """
+
     name: str
     folder: ServedFolder
-    reference: _Reference | None  # None: answers are not compared
-    has_version: bool  # its name has the version= of the caller, and not the digest of its content
+    reference: _Reference | None
+    has_given_version: bool
 
 
 @dataclass
 class _Target:
-    """One server during the publish."""
+    """One server during the publish.
+
+    Attributes:
+        server: The server.
+        weights: The version of the server's weights, on which the adapter is loaded.
+        is_new: Whether this publish loads the adapter. It may be loaded already.
+        checked: What was compared, in words.
+        unloaded: The older versions that were unloaded.
+    """
 
     server: Server
-    weights: str | None = None  # the version of the weights below the adapter
+    weights: str | None = None
     is_new: bool = True
     checked: str = ""
     unloaded: tuple[str, ...] = ()
@@ -57,10 +82,10 @@ def publish_adapter(
     file: TensorFile,
     uncompared: Mapping[str, str],
 ) -> PublishReport:
-    """Load the adapter on all servers and compare the answers.
+    """Load the adapter on all servers, and compare their answers.
 
-    If one fails, unload it where it was new. `uncompared`: by URL, why the base of a server was not
-    compared.
+    If one server fails, the adapter is unloaded from all servers on which it was new. `uncompared`
+    has, by URL, the reason why the base of a server was not compared. Raises EngineError.
     """
     reference = _reference(part, file)
     folder = part.served_folder()
@@ -74,12 +99,12 @@ def publish_adapter(
     if not problems:
         problems = errors_on(targets, _check, adapter)
     if problems:
-        raise _undone(new, adapter, problems)
+        raise _unload_new(new, adapter, problems)
     still_loaded = errors_on(targets, _unload_older, adapter.name, part.options.keep)
-    problems = errors_on(targets, _expect_weights_below, adapter)
+    problems = errors_on(targets, _expect_same_weights, adapter)
     problems += errors_on(targets, _expect_listed, adapter)
     if problems:
-        raise _undone(new, adapter, problems)
+        raise _unload_new(new, adapter, problems)
     if still_loaded:
         LOG.warning(
             "%s: published, but older versions are still loaded: %s",
@@ -110,30 +135,36 @@ def _report(target: _Target, uncompared: Mapping[str, str]) -> ServerReport:
     )
 
 
-def _undone(new: Sequence[_Target], adapter: _Adapter, problems: Sequence[str]) -> EngineError:
-    """Unload the adapter where it was new, and return the error that describes this."""
-    loaded = [target for target in new if target.is_new]  # others were loaded by another publisher
+def _unload_new(new: Sequence[_Target], adapter: _Adapter, problems: Sequence[str]) -> EngineError:
+    """Unload the adapter from the servers on which it was new.
+
+    Returns the error that says so, and what the servers hold now.
+    """
+    # If a target is not new any more, another publisher has loaded the adapter there.
+    loaded = [target for target in new if target.is_new]
     failures = errors_on(loaded, _unload, adapter.name)
-    still = f"; {listing(failures)}: it may hold {adapter.name} now" if failures else ""
+    failure_text = ""
+    if failures:
+        failure_text = f"; {listing(failures)}: it may hold {adapter.name} now"
     unloaded: set[str] = set()
     for target in new:
         unloaded.update(target.unloaded)
     if unloaded:
-        older = f"{listing(sorted(unloaded), ', ')}: unloaded before"
+        older_text = f"{listing(sorted(unloaded), ', ')}: unloaded before"
     else:
-        older = "older versions answer as before"
+        older_text = "older versions answer as before"
     return EngineError(
         f"{listing(problems)}; {adapter.name} (from {adapter.folder}) was unloaded where it "
-        f"was new; {older}{still}"
+        f"was new; {older_text}{failure_text}"
     )
 
 
 def _prepare(target: _Target, adapter: _Adapter) -> None:
-    """Find out whether it is loaded.
+    """Find out whether the adapter is loaded already.
 
-    Raises EngineError for a server that is paused or loading weights: it would not answer. Also for
-    an adapter of a version that the caller has named: the server does not say which content it has
-    read under this name.
+    Raises EngineError for a server that is paused or loading weights, because it would not answer.
+    Raises it also if the adapter is loaded and the caller gave its version, because the server does
+    not say which files it has read under this name.
     """
     server = target.server
     target.weights = server.weight_version()
@@ -143,7 +174,7 @@ def _prepare(target: _Target, adapter: _Adapter) -> None:
             "publish is under way, publish full weights again"
         )
     target.is_new = adapter.name not in server.served().adapters
-    if adapter.has_version and not target.is_new:
+    if adapter.has_given_version and not target.is_new:
         raise _already_loaded(target, adapter)
 
 
@@ -157,11 +188,12 @@ def _already_loaded(target: _Target, adapter: _Adapter) -> EngineError:
 def _load(target: _Target, adapter: _Adapter) -> None:
     server = target.server
     target.is_new = server.load_adapter(adapter.name, adapter.folder.path_on_servers)
-    if not adapter.has_version:
+    if not adapter.has_given_version:
         return
     if not target.is_new:
         raise _already_loaded(target, adapter)
-    server.drop_caches()  # another adapter of this name may have left its states in a cache
+    # The caches may have states of another adapter that had this name.
+    server.drop_caches()
 
 
 def _unload(target: _Target, name: str) -> None:
@@ -183,7 +215,7 @@ def _unload_older(target: _Target, name: str, keep: int) -> None:
 
 
 def _natural_order(text: str) -> list[tuple[int, int, str]]:
-    """Return a key that sorts numbers in a text by their values, before other text."""
+    """Return a key that sorts the numbers in a text by value. For example, "a@9" < "a@10"."""
     key = []
     for piece in re.split(r"(\d+)", text):
         if piece.isdecimal():
@@ -193,8 +225,8 @@ def _natural_order(text: str) -> list[tuple[int, int, str]]:
     return key
 
 
-def _expect_weights_below(target: _Target, adapter: _Adapter) -> None:
-    """Raise EngineError if the server's weights are others than the adapter was compared on."""
+def _expect_same_weights(target: _Target, adapter: _Adapter) -> None:
+    """Raise EngineError if the server's weights were replaced since the adapter was compared."""
     version = target.server.weight_version()
     if version != target.weights:
         raise EngineError(
@@ -205,7 +237,7 @@ def _expect_weights_below(target: _Target, adapter: _Adapter) -> None:
 
 
 def _expect_listed(target: _Target, adapter: _Adapter) -> None:
-    """Raise EngineError if the server does not list the adapter, with its path."""
+    """Raise EngineError if the server does not list the adapter, or lists it with another path."""
     adapters = target.server.served().adapters
     if adapter.name not in adapters:
         raise EngineError(
@@ -249,7 +281,7 @@ def _compare_answers(server: Server, adapter: _Adapter) -> str:
         return f"listed; answers differ from the base's by up to {moved:.3f}"
     error = distance(reference.adapted, adapted)
     error_of_base = distance(reference.base, adapted)
-    # processors that multiply in bfloat16 err by more than others
+    # Processors that multiply in bfloat16 have larger errors than others.
     rounding = distance(reference.base, base)
     limit = max(ROUNDING, 2 * min(rounding, ROUNDING))
     is_distinct = distance(reference.base, reference.adapted) > 2 * ROUNDING
@@ -263,11 +295,14 @@ def _compare_answers(server: Server, adapter: _Adapter) -> str:
 
 
 def _reference(part: PublishedPart, file: TensorFile) -> _Reference | None:
+    """Return the expected answers, or None if `check` is "listed"."""
     options = part.options
     if options.check == "listed":
         return None
-    outer = [name for name in file.specs if name.endswith("lora_B.weight")]
-    is_neutral = bool(outer) and not any(bool(file.read(name).any()) for name in outer)
+    # A LoRA adapter changes nothing if all its matrices B are zero.
+    outer_names = [name for name in file.specs if name.endswith("lora_B.weight")]
+    has_values = any(bool(file.read(name).any()) for name in outer_names)
+    is_neutral = bool(outer_names) and not has_values
     if options.base is None or is_neutral:
         return _Reference(is_neutral)
     from ft_ckpt.extensions.rl.engines import reference_answers  # loads the models

@@ -1,4 +1,4 @@
-"""Steps that run on all servers at the same time."""
+"""Runs a step of a publish on all servers at the same time."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Reports of publishes."""
+"""Defines the report of a publish."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,9 @@ class ServerReport:
     engine: str
     """The engine and its version, such as "vLLM 0.32.0"."""
     before: str | None
-    """The version of the previous weights; None for an adapter, and if the server reports none."""
+    """The version of the previous weights. None for an adapter, and if the server reports none."""
     is_new: bool
-    """False if the server already held this version, and nothing was loaded."""
+    """False if the server already held this version, so that nothing was loaded."""
     checked: str
     """The result of the comparison, such as "27 of 27 parameters equal to the files"."""
     paused_seconds: float = 0.0
@@ -34,16 +34,16 @@ class PublishReport:
     path: Path | str
     """The checkpoint."""
     kind: str
-    """"adapter" or "weights"; in a chain "anchor" or "delta"."""
+    """"adapter" or "weights". In a chain "anchor" (a whole checkpoint) or "delta"."""
     name: str
-    """The model name for requests: the adapter's name with its version (on SGLang "BASE:NAME"), or
-    the name of the base; of a chain its name.
+    """The model name for requests: the name of an adapter with its version (on SGLang "BASE:NAME"),
+    or the name of the base. For a chain, the name of the chain.
     """
     version: str
-    """The version: of an adapter the part after "@"; of weights the one that servers report; in a
-    chain the entry.
+    """The version: what follows "@" in the name of an adapter, or what servers report for weights.
+    For a chain, the name of the entry.
     """
     servers: tuple[ServerReport, ...]
     """The servers, in the order of their URLs."""
     seconds: float
-    """From the call to the last answer."""
+    """The time from the call to the last answer."""

@@ -31,11 +31,11 @@ from ft_ckpt.storage.places import Place, location_name
 class PendingPublish(BackgroundJob[PublishReport | None]):
     """A publish in the background.
 
-    The report is None if a newer checkpoint was waiting before the publish began.
+    The report is None if the publish was skipped, because a newer checkpoint was waiting.
     """
 
     urls: tuple[str, ...]
-    """The servers."""
+    """The addresses of the servers."""
 
 
 class Publisher:
@@ -46,15 +46,15 @@ class Publisher:
 
     def __init__(self, options: ServerOptions, after_resume: str = "resumed") -> None:
         self.options, self.after_resume = options, after_resume
-        self.version: str | None = None  # of the last publish
+        self.version: str | None = None  # the version of the last publish
         self._queue = JobQueue()
         self._pending: list[PendingPublish] = []
-        self._started = 0  # publishes
+        self._started_count = 0
 
     def begin(self, place: Place) -> PendingPublish:
-        """Publish the checkpoint at `place`, leased from now on.
+        """Publish the checkpoint at `place` in the background. It is leased before this returns.
 
-        An error is a warning, and raised by the handle.
+        An error is reported as a warning, and the returned handle raises it.
         """
         path = place.location
         stack = ExitStack()
@@ -65,13 +65,13 @@ class Publisher:
             failed: Future[PublishReport | None] = Future()
             failed.set_exception(error)
             return PendingPublish(path=path, future=failed, urls=self.options.url)
-        self._started += 1
-        number = self._started
+        self._started_count += 1
+        number = self._started_count
 
         def publish_leased() -> PublishReport | None:
             try:
                 with stack:
-                    if number < self._started:  # a newer one waits
+                    if number < self._started_count:  # a newer checkpoint is waiting
                         return None
                     report = publish(place, self.options)
             except BaseException as error:
@@ -90,7 +90,7 @@ class Publisher:
     def end(self, *, wait_for: bool) -> None:
         """Wait for all publishes if `wait_for`.
 
-        Warn of those not ended, which continue until the process ends.
+        Warns of publishes that have not ended. They continue until the process ends.
         """
         unfinished = _unfinished(self._pending)
         if wait_for and unfinished:
@@ -112,18 +112,15 @@ class Publisher:
         )
 
 
-def _unfinished(pushes: Sequence[PendingPublish]) -> list[PendingPublish]:
-    return [pending for pending in pushes if not pending.done]
+def _unfinished(publishes: Sequence[PendingPublish]) -> list[PendingPublish]:
+    return [pending for pending in publishes if not pending.done]
 
 
-_MAX_FAILURES = 2  # tries of one checkpoint, while all servers answer
+_MAX_FAILURES = 2  # how often a checkpoint is tried while all servers answer
 
 
 class _Following:
-    """Publishes the newest checkpoint of a run at each look.
-
-    Never one that is older than the last one.
-    """
+    """Publishes the newest checkpoint at each poll of a run, but none older than the last one."""
 
     def __init__(
         self,
@@ -135,21 +132,25 @@ class _Following:
         self.on_published = on_published
         self.on_trouble = on_trouble
         self.published = 0
-        self.error: CheckpointError | None = None  # the newest since the last publish
-        self._newest: CheckpointInfo | None = None  # of those that were published
-        # published, skipped or obsolete: not published again
-        self._settled: set[CheckpointKey] = set()
+        # The newest error since the last publish.
+        self.error: CheckpointError | None = None
+        self._last_published: CheckpointInfo | None = None
+        # Checkpoints that were published, skipped or overtaken by newer ones.
+        self._done: set[CheckpointKey] = set()
         self._failures: dict[CheckpointKey, int] = {}
-        self._skipped: set[str] = set()  # reported
-        self._outages: set[str] = set()  # reported since the last publish
+        # Messages that were reported: about skipped checkpoints, and about servers that do not
+        # answer. The latter are reported once more after the next publish.
+        self._reported_skips: set[str] = set()
+        self._reported_outages: set[str] = set()
 
     def visit(self, infos: Sequence[CheckpointInfo]) -> None:
-        """Publish the newest of `infos`; the older ones are not published any more."""
-        if self._newest is not None:  # a sync brings the newest first
-            ordered = in_run_order([*infos, self._newest])
-            older = ordered[: ordered.index(self._newest)]
-            self._settled.update(key_of(info) for info in older)
-        waiting = [info for info in infos if key_of(info) not in self._settled]
+        """Publish the newest of `infos`. Older ones are never published after it."""
+        if self._last_published is not None:
+            # Older checkpoints may appear later, because a sync copies the newest one first.
+            ordered = in_run_order([*infos, self._last_published])
+            older = ordered[: ordered.index(self._last_published)]
+            self._done.update(key_of(info) for info in older)
+        waiting = [info for info in infos if key_of(info) not in self._done]
         if not waiting:
             return
         info = waiting[-1]
@@ -164,38 +165,39 @@ class _Following:
         except CheckpointError as error:
             self._skip(info, error)
         else:
-            published = infos[: infos.index(info) + 1]
-            self._settled.update(key_of(older) for older in published)
-            self._newest = info
+            published_or_older = infos[: infos.index(info) + 1]
+            self._done.update(key_of(other) for other in published_or_older)
+            self._last_published = info
             self.published += 1
             self.error = None
-            self._outages.clear()
+            self._reported_outages.clear()
             self.on_published(report)
 
-    def note(self, error: CheckpointError) -> None:
-        """Report what the look at the run could not read."""
+    def report_unreadable(self, error: CheckpointError) -> None:
+        """Report what a poll of the run could not read."""
         if isinstance(error, UnreadableError):
-            self._report_once(f"{error}; trying again", self._outages)
+            self._report_once(f"{error}; trying again", self._reported_outages)
         else:
-            self._report_once(f"{error}; skipped", self._skipped)
+            self._report_once(f"{error}; skipped", self._reported_skips)
 
     def _retry(self, info: CheckpointInfo, error: CheckpointError) -> None:
-        """Report an error that may pass.
+        """Report an error after which the next try may succeed.
 
-        Skip the checkpoint at the second one while all servers answer.
+        The checkpoint is skipped at its second error that occurs while all servers answer.
         """
         key = key_of(info)
         self.error = error
-        self._failures[key] = self._failures.get(key, 0) + self._all_answer()
-        if self._failures[key] >= _MAX_FAILURES:
+        if self._all_answer():
+            self._failures[key] = self._failures.get(key, 0) + 1
+        if self._failures.get(key, 0) >= _MAX_FAILURES:
             self._skip(info, error)
         else:
-            self._report_once(f"{error}; trying again", self._outages)
+            self._report_once(f"{error}; trying again", self._reported_outages)
 
     def _skip(self, info: CheckpointInfo, error: CheckpointError) -> None:
-        self._settled.add(key_of(info))
+        self._done.add(key_of(info))
         self.error = error
-        self._report_once(f"{info.path}: skipped: {error}", self._skipped)
+        self._report_once(f"{info.path}: skipped: {error}", self._reported_skips)
 
     def _all_answer(self) -> bool:
         if self.options.delta:
@@ -222,12 +224,13 @@ def follow_run(
     on_published: Callable[[PublishReport], object] = lambda report: None,
     on_trouble: Callable[[str], object] = warn,
 ) -> int:
-    """Publish each new newest checkpoint of `run`, a folder or URL that may not exist yet.
+    """Watch `run`, and publish its newest checkpoint whenever there is a new one.
 
-    Returns how many. Only the newest is published, none twice, and none that is older than the last
-    one. A server that does not answer is retried; a checkpoint that is damaged, or that running
-    servers refuse twice, is skipped; `on_trouble` gets each of these messages once. Ends on SIGINT
-    or SIGTERM, after the current publish, and after `idle_seconds` without a new checkpoint.
+    `run` is a folder or URL that need not exist yet. Returns the number of publishes. No checkpoint
+    is published twice, and none that is older than the last one. A server that does not answer is
+    tried again. A checkpoint that is damaged, or that running servers refuse twice, is skipped.
+    `on_trouble` gets each such message once. Ends on SIGINT or SIGTERM, after the current publish,
+    and after `idle_seconds` without a new checkpoint.
 
     Raises ConfigError for invalid options and, until one publish has succeeded, for unsupported
     servers. After `idle_seconds` it raises the newest error since the last publish, if there is
@@ -236,7 +239,7 @@ def follow_run(
     following = _Following(options, on_published, on_trouble)
     with stop_on_signal() as stop:
         for infos in poll_checkpoints(
-            run.absolute, idle_seconds, poll_seconds, stop, following.note
+            run.absolute, idle_seconds, poll_seconds, stop, following.report_unreadable
         ):
             following.visit(infos)
         if following.error is not None and not stop.is_set():

@@ -1,4 +1,8 @@
-"""The checkpoint that is published: opened, compared with its digests, and named."""
+"""Opens the checkpoint to publish, compares its digests, and names its version.
+
+A part is one model or one adapter of a checkpoint. A place is a folder on a disk or in a bucket.
+The stage is a local folder of the caller for checkpoints that servers could not read otherwise.
+"""
 
 import json
 import os
@@ -36,7 +40,7 @@ _KINDS = {"auto": ("adapter", "model"), "adapter": ("adapter",), "weights": ("mo
 
 @dataclass(frozen=True)
 class ServedFolder:
-    """The folder to publish."""
+    """The folder to publish, with its paths on this machine and on the servers."""
 
     path: Path
     path_on_servers: str
@@ -45,18 +49,20 @@ class ServedFolder:
     def of(cls, path: Path, options: ServerOptions) -> "ServedFolder":
         """Return the folder with its path on the servers.
 
-        The longest folder of `visible_at` that contains `path` is replaced.
+        The longest folder of `visible_at` that contains `path` is replaced. Raises ConfigError if
+        `visible_at` has folders, and none contains `path`.
         """
-        path, visible_at = path.absolute(), options.visible_at
-        fitting = [folder for folder in visible_at if path.is_relative_to(Path(folder).absolute())]
-        if visible_at and not fitting:
+        path = path.absolute()
+        visible_at = options.visible_at
+        parents = [folder for folder in visible_at if path.is_relative_to(Path(folder).absolute())]
+        if visible_at and not parents:
             raise ConfigError(
                 f"{path}: below no folder of visible_at= ({', '.join(visible_at)}); "
                 "the servers do not see it"
             )
-        if not fitting:
+        if not parents:
             return cls(path, str(path))
-        folder = max(fitting, key=len)
+        folder = max(parents, key=len)
         below = path.relative_to(Path(folder).absolute())
         return cls(path, str(Path(visible_at[folder]) / below))
 
@@ -68,12 +74,19 @@ class ServedFolder:
 
 @dataclass(frozen=True)
 class PublishedPart:
-    """The part of an open checkpoint that is published."""
+    """The part of an open checkpoint that is published.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        record: The description of the part in the manifest.
+        options: The options of the publish.
+        has_given_version: Whether the caller gave the version.
+    """
 
     checkpoint: OpenCheckpoint
     record: PartRecord
     options: ServerOptions
-    has_given_version: bool  # the caller has named the version
+    has_given_version: bool
 
     @property
     def place(self) -> Place:
@@ -92,7 +105,7 @@ class PublishedPart:
         """The name of the adapter on servers, with its version."""
         step = self.checkpoint.manifest.step
         head = self.checkpoint.path.name if step is None else str(step)
-        # the same step may have been saved again
+        # The identity distinguishes checkpoints, because the same step may be saved again.
         version = self.options.version or f"{head}-{self.checkpoint.identity[:8]}"
         return f"{self.options.name}@{version}"
 
@@ -118,7 +131,7 @@ class PublishedPart:
 
 
 def checkpoint_place(checkpoint: Any) -> Place:
-    """Return the place of a checkpoint. Raises ConfigError for what does not name a place."""
+    """Return the place of a checkpoint. Raises ConfigError for an object that names none."""
     is_path = isinstance(checkpoint, (str, os.PathLike, Place)) and str(checkpoint)
     if not is_path or "\0" in str(checkpoint):
         raise ConfigError(
@@ -131,10 +144,10 @@ def checkpoint_place(checkpoint: Any) -> Place:
 def open_published(
     place: Place, servers: Sequence[Server], options: ServerOptions
 ) -> Iterator[PublishedPart]:
-    """Open the part to publish, see `open_part`.
+    """Open the part to publish; see `open_part`.
 
-    With `stage`, an adapter that the engines would scale wrongly is replaced by its export in that
-    folder.
+    If the engines would scale an adapter wrongly and there is a stage, the adapter is exported into
+    the stage, and the export is opened.
     """
     with open_part(place, options) as part:
         if options.name is None:
@@ -152,9 +165,10 @@ def open_published(
 def open_part(
     place: Place, options: ServerOptions, *, compares: bool = True
 ) -> Iterator[PublishedPart]:
-    """Open the part to publish, on this machine, and lease it.
+    """Open the part to publish, and lease its checkpoint.
 
-    With `compares`, digests are compared.
+    A checkpoint in a bucket or a chain is first pulled into the stage or the cache. With
+    `compares`, digests are compared. Raises CorruptError if they differ.
     """
     if not place.is_local or is_delta(place):
         stage = options.stage
@@ -173,7 +187,7 @@ def open_part(
 def drop_rebuilt_entries(entry: Place, options: ServerOptions) -> None:
     """Delete checkpoints in the stage that were rebuilt from older entries of the chain.
 
-    Log a failure as a warning.
+    A failure is logged as a warning.
     """
     if options.stage is None:
         return
@@ -186,24 +200,24 @@ def drop_rebuilt_entries(entry: Place, options: ServerOptions) -> None:
 def path_on_this_machine(path: str | None, visible_at: Mapping[str, str]) -> str:
     """Return the path on this machine of the servers' `path`.
 
-    The path is the same if `visible_at` does not contain it, and "" for None.
+    It is the same path if no folder of `visible_at` contains it. Returns "" for None.
     """
     if not path:
         return ""
-    fitting = [folder for folder, served in visible_at.items() if Path(path).is_relative_to(served)]
-    if not fitting:
+    parents = [folder for folder, served in visible_at.items() if Path(path).is_relative_to(served)]
+    if not parents:
         return path
-    folder = max(fitting, key=lambda folder: len(visible_at[folder]))
+    folder = max(parents, key=lambda folder: len(visible_at[folder]))
     return str(Path(folder) / Path(path).relative_to(visible_at[folder]))
 
 
 def run_of(place: Place) -> str:
-    """Return the name of a checkpoint's parent folder, in characters that other names allow."""
+    """Return the name of a checkpoint's run: its parent folder, as `as_name` converts it."""
     return as_name(Place(place.absolute.beside).basename) or "run"
 
 
 def as_name(text: str) -> str:
-    """Convert `text` to characters that the names of adapters and versions allow."""
+    """Replace the characters of `text` that the names of adapters and versions do not allow."""
     return re.sub(r"[^\w.-]+", "-", text)
 
 
@@ -214,7 +228,7 @@ def config_in(store: Store) -> dict[str, Any]:
 
 
 def _default_name(place: Place, part: PublishedPart) -> str:
-    """Return the name of the run, with the part's if the checkpoint has several adapters."""
+    """Return the name of the run, followed by the part's if there are several adapters."""
     kinds = [record.kind for record in part.checkpoint.manifest.parts]
     if kinds.count("adapter") > 1 and part.record.name:
         return f"{run_of(place)}-{as_name(part.record.name)}"
@@ -244,7 +258,10 @@ def _exported(part: PublishedPart, engine: str, stage: Path) -> Iterator[Publish
 
 
 def _pull_to_stage(place: Place, stage: Path) -> Path:
-    """Pull the checkpoint into the stage, where it may replace an earlier copy and nothing else."""
+    """Pull the checkpoint into the stage, and return its path.
+
+    It may replace an earlier copy there. Raises NameTakenError for anything else at its path.
+    """
     folder = stage / run_of(place) / place.basename
     if LocalStore(folder).identity == place.folder.identity:
         raise ConfigError(f"{stage}: stage= is where the chain is, expected another folder")
@@ -263,6 +280,10 @@ def _pull_to_stage(place: Place, stage: Path) -> Path:
 
 
 def _chosen_part(checkpoint: OpenCheckpoint, options: ServerOptions) -> PartRecord:
+    """Return the part to publish. An adapter comes before a model.
+
+    Raises LoadError if there is none, or several.
+    """
     records = checkpoint.manifest.parts
     kinds = _KINDS[options.kind]
     parts = [record for record in records if record.kind in kinds]

@@ -1,4 +1,4 @@
-"""Publish a committed checkpoint into running inference servers, and prove that they hold it."""
+"""Publishes a committed checkpoint into running inference servers, and proves that they hold it."""
 
 import dataclasses
 import time
@@ -32,7 +32,7 @@ from ft_ckpt.extensions.rl.publishing.weights_update import FIRST_VERSION
 from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.storage.places import Place, location_name, open_place
 
-_ANY_RANK = 1 << 20  # no limit here: the server checks its own
+_ANY_RANK = 1 << 20  # no limit here, because the server checks its own limit
 
 
 def publish(
@@ -40,32 +40,37 @@ def publish(
     url: str | Sequence[str] | ServerOptions,
     **settings: Unpack[ServerSettings],
 ) -> PublishReport:
-    """Load the committed `checkpoint` into one running server, or several, and prove it.
+    """Load the committed `checkpoint` into running servers, and prove that they hold it.
 
-    `url` is that of the server, or several. They are vLLM, SGLang, and servers with SGLang's
-    endpoints. On return, all servers hold the checkpoint; after a failure each is restored to its
-    previous state, and the error says what it holds now. The digests of all files are compared
-    first, and the checkpoint is leased until the servers have answered. `settings` are the fields
-    of `ServerOptions`, which may be given in place of `url` and them.
+    `url` is the address of one server, or of several. They run vLLM, SGLang or another engine with
+    SGLang's endpoints. `settings` are the fields of `ServerOptions`. An object of that class may be
+    given instead of `url` and `settings`.
 
-    An adapter is loaded as `name`@`version`, as in "policy@500-3fa9c1d2", and never loaded again
-    under a name. It is refused beforehand if the engine would drop or misread part of it. Then the
-    server must list it, and its answers to three prompts must differ from the base's; with `base`
-    they must also match those of transformers and PEFT. Of older versions under `name`, the `keep`
-    newest stay loaded.
+    When the call returns, all servers hold the checkpoint. After a failure, each server is restored
+    to its previous state, and the error says what it holds now. The digests of all files are
+    compared first. The checkpoint is leased until the servers have answered, so that no retention
+    rule deletes it.
 
-    Full weights are loaded in place: the server is paused, reads the files, drops its caches,
-    reports the SHA-256 of its parameters, which are compared with those of the files, and resumes.
+    An adapter is loaded as `name`@`version`, for example "policy@500-3fa9c1d2", and never loaded
+    again under this name. It is refused before the load if the engine would drop or misread part of
+    it. After the load, the server must list it, and its answers to three prompts must differ from
+    those of the base. With `base`, they must also match those of transformers and PEFT. Of the
+    older versions under `name`, the `keep` newest stay loaded.
 
-    With `delta`, `url` is a chain (a folder, or the URL of one in a bucket), to which the
-    checkpoint is appended: only the elements that differ from the newest entry, or the whole
-    checkpoint, every `anchor_every` entries and if the difference has more than half of its bytes.
-    When an entry is published to a server, its checkpoint is rebuilt in `stage`, byte for byte; the
-    two newest are kept. The report has one "server", the entry.
+    Full weights are loaded in place. The server is paused, reads the files, drops its caches and
+    reports the SHA-256 of its parameters, which are compared with those of the files. Then it
+    resumes.
 
-    Raises ConfigError for invalid arguments and unsupported servers, NotACheckpointError or
-    CorruptError for the checkpoint, LoadError naming everything that the engine would misread,
-    EngineError if a server refuses, does not answer or holds something else.
+    With `delta`, `url` is a chain of deltas: a folder, or the URL of one in a bucket. The
+    checkpoint is appended to it. An entry of the chain has only the elements that differ from the
+    entry before. It has the whole checkpoint every `anchor_every` entries, and if the difference
+    has more than half of the checkpoint's bytes. When an entry is published to a server, its
+    checkpoint is rebuilt in `stage`, byte for byte. The two newest rebuilt checkpoints are kept.
+    The report has one "server", which is the entry.
+
+    Raises ConfigError for invalid arguments and unsupported servers, and NotACheckpointError or
+    CorruptError for the checkpoint. Raises LoadError naming everything that the engine would
+    misread. Raises EngineError if a server refuses, does not answer or holds something else.
     """
     start = time.monotonic()
     options = server_options(url, settings)
@@ -82,7 +87,7 @@ def publish(
 
 
 def append_to_chain(place: Place, chain: Place, options: ServerOptions) -> PublishReport:
-    """Append the checkpoint to a chain of deltas."""
+    """Append the checkpoint to a chain of deltas. Returns a report with the new entry."""
     appended = append_checkpoint(place, chain, options.anchor_every)
     version = location_name(appended.path)
     share = appended.bytes / max(1, appended.full_bytes)
@@ -106,9 +111,9 @@ def append_to_chain(place: Place, chain: Place, options: ServerOptions) -> Publi
 def refuse_misread(
     servers: Sequence[Server], part: PublishedPart, file: TensorFile
 ) -> dict[str, str]:
-    """Raise LoadError for all that servers would misread.
+    """Raise LoadError naming everything that the servers would misread.
 
-    Returns why an adapter's base was not compared, by URL.
+    Returns, by URL, the reason why the base of the adapter was not compared with the server's.
     """
     problems: list[str] = []
     for engine in sorted({server.engine.lower() for server in servers}):
@@ -116,8 +121,8 @@ def refuse_misread(
     uncompared = {}
     if part.is_adapter:
         for server in servers:
-            different, reason = _compare_base_of(server, part)
-            problems += different
+            base_problems, reason = _compare_base_of(server, part)
+            problems += base_problems
             if reason:
                 uncompared[server.client.url] = reason
     if problems:
@@ -139,7 +144,11 @@ def publish_part(
 
 
 def _compare_base_of(server: Server, part: PublishedPart) -> tuple[list[str], str]:
-    """Call `preflight.compare_base`, while the server holds its initial weights."""
+    """Compare the adapter's base with the server's; see `compare_base`.
+
+    The files of the server's base are those of its initial weights. So nothing is compared if its
+    weights were replaced.
+    """
     version = server.weight_version()
     if version not in (None, FIRST_VERSION):
         return [], f"the server holds the weights {version}"

@@ -1,8 +1,8 @@
 """Replaces the full weights of servers in place, and proves that they hold them.
 
-The endpoints have no lock: a server may restart, and another publisher may come, between any two
-requests. So once all servers are done, digests, lists and versions are read again from all of them,
-in one last look, before a success is reported.
+The endpoints have no lock. Between any two requests a server may restart, and another publisher may
+begin. So when all servers have resumed, their digests, lists and versions are read once more before
+a success is reported.
 """
 
 import time
@@ -36,9 +36,10 @@ from ft_ckpt.storage.local import LocalStore
 def publish_weights(
     servers: Sequence[Server], part: PublishedPart, file: TensorFile
 ) -> PublishReport:
-    """Pause all servers, load and compare, set the version, resume, look again.
+    """Load the weights on all servers, and prove that they hold them.
 
-    After a failure restore all.
+    The servers are paused, load the weights, are compared, report the new version, resume, and are
+    compared once more. After a failure all servers are restored. Raises EngineError.
     """
     weights = Weights(
         version=part.weights_version,
@@ -67,11 +68,16 @@ def publish_weights(
 
 
 def _update_all(updates: Sequence[Update], weights: Weights) -> None:
-    """Update all servers. Raises EngineError that says what the servers hold now."""
+    """Replace the weights of all servers. After a failure restore them.
+
+    Raises EngineError that says what the servers hold then.
+    """
     new = [update for update in updates if update.is_new]
     restored: list[str] = []
     try:
-        problems = errors_on(new, _load_weights, weights) or unlike_servers(updates)
+        problems = errors_on(new, _load_weights, weights)
+        if not problems:
+            problems = unlike_servers(updates)
         if not problems:
             problems = errors_on(new, _set_version, weights)
         if problems:
@@ -83,7 +89,7 @@ def _update_all(updates: Sequence[Update], weights: Weights) -> None:
     finally:
         still_paused = errors_on(new, resume)
     if not problems:
-        problems = _last_look(updates, weights)
+        problems = _compare_again(updates, weights)
         if problems:
             try:
                 restored = put_all_back(new, weights)
@@ -108,7 +114,7 @@ def _report(update: Update) -> ServerReport:
 
 
 def _prepare(update: Update, weights: Weights) -> None:
-    """Query the current weights of the server.
+    """Find out which weights the server holds, and whether they must be replaced.
 
     Raises EngineError if the served model has another config.
     """
@@ -118,19 +124,22 @@ def _prepare(update: Update, weights: Weights) -> None:
     update.base, update.base_path = served.base, served.base_path
     _refuse_other_config(update, weights)
     if update.before == weights.version:
-        update.paused_at = time.monotonic()  # a killed publisher may have left it paused
+        # A publisher that was killed may have left the server paused.
+        update.paused_at = time.monotonic()
         resume(update)
         update.paused_seconds = 0.0
+        # A version without digests proves only the name that the caller gave, if it is given.
         is_different = difference(update, weights) is not None
         is_compared = update.checked != VERSION_ONLY and not update.is_partly_compared
         has_digest_in_version = weights.options.version is None
-        update.is_new = is_different or not (is_compared or has_digest_in_version)
+        is_proven = is_compared or has_digest_in_version
+        update.is_new = is_different or not is_proven
     if update.is_new:
         _learn_layout(update, weights)
 
 
 def _refuse_other_config(update: Update, weights: Weights) -> None:
-    """Compare the config with the one from which the server built its model when it started."""
+    """Raise EngineError if the server built its model from another config when it started."""
     base = base_folder_of_server(update, weights.options)
     if base is None:
         path = update.base_path or "the path of the served model"
@@ -138,19 +147,23 @@ def _refuse_other_config(update: Update, weights: Weights) -> None:
             f"its config was not compared: {path} is not a folder here; see visible_at="
         )
         return
-    changing, tokens = compare_configs(config_in(LocalStore(base)), weights.config)
-    if changing:
+    served_config = config_in(LocalStore(base))
+    differences, token_differences = compare_configs(served_config, weights.config)
+    if differences:
         raise EngineError(
-            f"{update.url}: config.json: {listing(changing, '; ', 3)} ({base}; new weights: "
+            f"{update.url}: config.json: {listing(differences, '; ', 3)} ({base}; new weights: "
             f"{weights.folder}); a server keeps the config of its start; start a "
             "server with this model"
         )
-    if tokens:
-        update.notes.append(f"it keeps its own token ids: {tokens[0]}")
+    if token_differences:
+        update.notes.append(f"it keeps its own token ids: {token_differences[0]}")
 
 
 def _learn_layout(update: Update, weights: Weights) -> None:
-    """Find layers that the server keeps in another layout than files, from its present weights."""
+    """Find out which layers the server keeps in another layout than files.
+
+    Its current weights are compared with their files for this.
+    """
     server = update.server
     if weights.options.check == "listed" or not is_known(weights.config):
         return
@@ -167,7 +180,8 @@ def _learn_layout(update: Update, weights: Weights) -> None:
 
 def _load_weights(update: Update, weights: Weights) -> None:
     server = update.server
-    expect_version(update, update.before)  # else another publisher may have paused it
+    # If the version has changed, another publisher may have paused the server.
+    expect_version(update, update.before)
     update.paused_at = time.monotonic()
     server.pause(weights.options.in_flight)
     update.has_begun = True
@@ -184,10 +198,12 @@ def _set_version(update: Update, weights: Weights) -> None:
     update.server.set_weight_version(weights.version)
 
 
-def _last_look(updates: Sequence[Update], weights: Weights) -> list[str]:
+def _compare_again(updates: Sequence[Update], weights: Weights) -> list[str]:
     """Return a line for each server that no longer holds the weights.
 
-    Versions are read last, as a restart resets them.
+    Versions are read last, because a restart resets them.
     """
     problems = errors_on(updates, expect_weights, weights)
-    return problems or errors_on(updates, expect_last_version, weights)
+    if problems:
+        return problems
+    return errors_on(updates, expect_last_version, weights)

@@ -22,8 +22,9 @@ from ft_ckpt.model.files import open_folder
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place
 
-# of weights: run, checkpoint, head of its digest
+# A version of weights, "RUN/CHECKPOINT#DIGEST". The digest is the beginning of the manifest's.
 _VERSION = re.compile(r"([^/]+)/([^/]+)#([0-9a-f]{16})", re.DOTALL)
+# The previous weights: open files, or a path on the servers, or None if they are unknown.
 WeightsBefore: TypeAlias = Weights | str | None
 
 
@@ -31,10 +32,11 @@ WeightsBefore: TypeAlias = Weights | str | None
 def open_weights_before(
     update: Update, weights: Weights, *, compares: bool = True
 ) -> Iterator[WeightsBefore]:
-    """Open the previous weights: a checkpoint near this one, or the server's initial weights.
+    """Open the previous weights of a server.
 
-    Yields a path if only the servers see the weights, and None if they are unknown. With
-    `compares`, the digests of the checkpoint are compared.
+    They are a checkpoint near the new one, or the server's initial weights. Yields a path if only
+    the servers see the weights, and None if they are unknown. With `compares`, the digests of the
+    checkpoint are compared. Raises EngineError if the checkpoint is not found.
     """
     if update.before == FIRST_VERSION:
         with _initial_weights(update, weights) as before:
@@ -46,12 +48,12 @@ def open_weights_before(
         return
     run, name, identity = version.groups()
     folder = weights.checkpoint.absolute().parent
-    for path in _possible_places(run, name, folder):
+    for path in _possible_paths(run, name, folder):
         if LocalStore(path).stat(MANIFEST_NAME) is None:
             continue
         with open_part(Place(LocalStore(path)), weights.options, compares=compares) as part:
             if not part.checkpoint.identity.startswith(identity):
-                continue  # from another run, or saved again since
+                continue  # it is of another run, or was saved again
             served_folder = part.served_folder()
             with part.opened_file() as file:
                 yield Weights(
@@ -85,11 +87,11 @@ def _initial_weights(update: Update, weights: Weights) -> Iterator[WeightsBefore
         )
 
 
-def _possible_places(run: str, name: str, folder: Path) -> Iterator[Path]:
-    """Yield the paths that a checkpoint of a run may have.
+def _possible_paths(run: str, name: str, folder: Path) -> Iterator[Path]:
+    """Yield the paths that the checkpoint `name` of a run may have.
 
-    The checkpoint is in the `folder` of the new one, or in a run of this name near it. `run` is the
-    name of the run's folder in characters that names allow, see `as_name`.
+    It is in `folder`, as the new checkpoint is, or in a folder of the run near it. `run` is the
+    name of that folder in the characters that versions allow; see `as_name`.
     """
     yield folder / name
     for parent in (folder, *folder.parents[:2]):
@@ -102,8 +104,8 @@ def _possible_places(run: str, name: str, folder: Path) -> Iterator[Path]:
 def put_all_back(updates: Sequence[Update], weights: Weights) -> list[str]:
     """Restore the previous weights on each server whose update has begun.
 
-    A server that another publisher has reached stays as it is. Returns a line for each on the
-    weights that it now has.
+    A server stays as it is if another publisher has replaced its weights. Returns, for each server,
+    a line about the weights that it has now.
     """
     touched = [update for update in updates if update.has_begun or update.is_overtaken]
     return [str(outcome) for outcome in run_on(touched, _put_back, weights)]
@@ -112,9 +114,11 @@ def put_all_back(updates: Sequence[Update], weights: Weights) -> list[str]:
 def _put_back(update: Update, weights: Weights) -> str:
     """Restore the previous weights, unless another publisher has replaced them.
 
-    A line on what the server now has.
+    Returns a line about the weights that the server has now.
     """
-    server, url, before = update.server, update.url, update.before
+    server = update.server
+    url = update.url
+    before = update.before
     loading = weights.loading_version
     try:
         reported = server.weight_version()
@@ -126,7 +130,8 @@ def _put_back(update: Update, weights: Weights) -> str:
         if is_of_publish and update.is_overtaken:
             server.set_weight_version(loading)
             return f"{url} holds other weights, so its version was set to {loading}: publish again"
-        # else it was restarted, perhaps before the load
+        # Another version means that another publisher has replaced the weights. With the version
+        # before, or the first one, the server was restarted, perhaps before it loaded the weights.
         if not is_of_publish and reported not in (before, FIRST_VERSION):
             if update.digests and server.digests() != update.digests:
                 return f"{url} reports {reported} now, and was left as it is"
@@ -156,7 +161,7 @@ def _put_version_back(update: Update, reported: str | None, *, is_of_publish: bo
 def _restore(update: Update, weights: Weights) -> None:
     """Load the previous weights.
 
-    Raises EngineError if they are unknown, or the server does not hold them then.
+    Raises EngineError if they are unknown, or if the server does not hold them after the load.
     """
     server = update.server
     with open_weights_before(update, weights) as before:

@@ -1,4 +1,6 @@
-"""One server whose full weights are replaced: its versions, digests and answers.
+"""Follows one server whose full weights are replaced: its versions, digests and answers.
+
+A packed layer is one that the server keeps in another layout than files; see `expected_digests`.
 
 While weights are loaded, the version that a server reports ends in "(loading)", so that no server
 reports weights that it does not hold if the publisher is killed.
@@ -30,7 +32,7 @@ from ft_ckpt.extensions.rl.publishing.source import ServedFolder, path_on_this_m
 from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.storage.local import LocalStore
 
-LOADING = " (loading)"  # after the version of a server whose weights are being replaced
+LOADING = " (loading)"  # the end of the reported version while weights are replaced
 FIRST_VERSION = "default"  # the version that vLLM and SGLang report for their initial weights
 VERSION_ONLY = "the version only"
 _UNREPORTED = "nothing: it reports neither digests nor a version"
@@ -39,7 +41,17 @@ _RESUME_TRIES, _RESUME_PAUSE_SECONDS = 4, 1.0
 
 @dataclass(frozen=True)
 class Weights:
-    """Full weights to load, from open files."""
+    """Full weights to load, with their open files.
+
+    Attributes:
+        version: The version that servers report for them.
+        folder: The folder that servers read.
+        checkpoint: The path of the checkpoint.
+        file: The tensors.
+        config: The contents of config.json.
+        options: The options of the publish.
+        part: The name of the model in the checkpoint, "" for the whole checkpoint.
+    """
 
     version: str
     folder: ServedFolder
@@ -47,7 +59,7 @@ class Weights:
     file: TensorFile
     config: Mapping[str, Any]
     options: ServerOptions
-    part: str = ""  # its name in the checkpoint
+    part: str = ""
 
     @property
     def loading_version(self) -> str:
@@ -55,7 +67,7 @@ class Weights:
 
     @cached_property
     def answers(self) -> Answers:
-        """The answers of transformers to the prompts; loads the model."""
+        """The answers of transformers to the prompts. The first use loads the model."""
         from ft_ckpt.extensions.rl.engines import model_answers
 
         return model_answers(self.checkpoint, self.part)
@@ -63,28 +75,47 @@ class Weights:
 
 @dataclass
 class Update:
-    """One server during a publish of weights."""
+    """One server during a publish of weights.
+
+    Attributes:
+        server: The server.
+        before: The version that the server reported before the publish.
+        base: The name of the served model.
+        base_path: The path of the server's initial weights.
+        is_new: Whether the weights must be loaded.
+        has_begun: Whether this publish may have changed the reported version.
+        has_loaded: Whether this publish may have changed the weights.
+        is_overtaken: Whether the server was restarted during the publish, or another publisher has
+            replaced its weights.
+        paused_at: The time of the pause by the monotonic clock, or None while it generates.
+        paused_seconds: How long generation was paused.
+        digests: The digests that the server reported for the new weights, if any.
+        packed: The packed layers, by name of the parameter.
+        answers: The answers of a server with packed layers before the publish.
+        has_changed: Whether packed layers differ between the files before and those published.
+        is_partly_compared: Whether there are parameters whose digests differ from the files,
+            which happens for packed layers.
+        checked: What was compared, in words.
+        notes: Sentences about what was not compared.
+    """
 
     server: Server
     before: str | None = None
-    base: str = ""  # the served model name
-    base_path: str | None = None  # the path of its initial weights
+    base: str = ""
+    base_path: str | None = None
     is_new: bool = True
-    has_begun: bool = False  # its reported version may differ from `before`
-    has_loaded: bool = False  # its weights may differ from the previous ones, too
-    # it was restarted meanwhile, or holds the weights of another publisher
+    has_begun: bool = False
+    has_loaded: bool = False
     is_overtaken: bool = False
     paused_at: float | None = None
     paused_seconds: float = 0.0
     digests: Mapping[str, str] | None = None
-    # linear layers that files cannot be compared with
     packed: Mapping[str, PackedLayer] = field(default_factory=dict)
-    # answers before the update, of a server with packed layers
     answers: Answers | None = None
-    has_changed: bool = False  # packed layers are others in the files than before the update
-    is_partly_compared: bool = False  # it has packed layers
+    has_changed: bool = False
+    is_partly_compared: bool = False
     checked: str = VERSION_ONLY
-    notes: list[str] = field(default_factory=list)  # what was not compared
+    notes: list[str] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -92,14 +123,15 @@ class Update:
 
 
 def base_folder_of_server(update: Update, options: ServerOptions) -> Path | None:
-    """Return the folder that the server was started with, if this machine sees it."""
+    """Return the folder of the server's initial weights, or None if it is not seen from here."""
     base = Path(path_on_this_machine(update.base_path, options.visible_at))
-    is_seen = base.is_absolute() and LocalStore(base).stat("config.json") is not None
-    return base if is_seen else None
+    if base.is_absolute() and LocalStore(base).stat("config.json") is not None:
+        return base
+    return None
 
 
 def resume(update: Update) -> None:
-    """Resume generation, with retries, because a server must not stay paused."""
+    """Resume generation if it is paused. Retries, because a server must not stay paused."""
     if update.paused_at is None:
         return
     for tries_left in range(_RESUME_TRIES - 1, -1, -1):
@@ -117,11 +149,15 @@ def resume(update: Update) -> None:
 
 
 def expect_version(update: Update, expected: str | None) -> None:
-    """Raise EngineError if the server reports another version; some servers report none."""
+    """Raise EngineError if the server reports another version than `expected`.
+
+    A server that never reported a version passes.
+    """
     reported = update.server.weight_version()
     if reported == expected or (reported is None and update.before is None):
         return
-    # None, where it has reported one: it did not answer this once
+    # A server that reported a version before and reports none now did not answer this request.
+    # This does not prove that it was overtaken.
     update.is_overtaken = reported is not None
     raise EngineError(
         f"{update.url}: reports the version {reported}, expected {expected}: it was "
@@ -130,7 +166,10 @@ def expect_version(update: Update, expected: str | None) -> None:
 
 
 def expect_last_version(update: Update, weights: Weights) -> None:
-    """Raise EngineError if the server does not report the version of the weights."""
+    """Raise EngineError if the server does not report the version of the weights.
+
+    Also records it in `update.checked` if nothing was compared, not even a version.
+    """
     expect_version(update, weights.version)
     is_unchecked = update.checked == VERSION_ONLY and update.before is None
     if is_unchecked and update.server.weight_version() is None:
@@ -149,22 +188,23 @@ def difference(update: Update, weights: Weights) -> str | None:
     if not update.digests:
         return None
     comparison = compare_digests(update.digests, weights.file, weights.config)
-    different = _unexplained(update, update.digests, comparison)
-    if different and is_known(weights.config):
+    wrong_names = _find_wrong_parameters(update, update.digests, comparison)
+    if wrong_names and is_known(weights.config):
         return (
-            f"{update.url}: {different[0]}: its SHA-256 is not that of the files in "
-            f"{weights.folder}, as of {len(different)} of {comparison.total} parameters; does the "
-            "server see another copy of that folder?"
+            f"{update.url}: {wrong_names[0]}: its SHA-256 is not that of the files in "
+            f"{weights.folder}, as of {len(wrong_names)} of {comparison.total} parameters; does "
+            "the server see another copy of that folder?"
         )
     if comparison.equal:
-        update.checked = _in_words(comparison, update, update.digests)
+        update.checked = _describe_comparison(comparison, update, update.digests)
     return None
 
 
 def _digests(update: Update, options: ServerOptions) -> Mapping[str, str] | None:
+    """Request the digests. The server is resumed for a moment if it needs this."""
     server = update.server
     digests = server.digests()
-    # some versions do not compute them while paused
+    # Some versions do not compute digests while they are paused.
     if digests == {} and update.paused_at is not None:
         server.resume()
         digests = server.digests()
@@ -172,28 +212,33 @@ def _digests(update: Update, options: ServerOptions) -> Mapping[str, str] | None
     return digests
 
 
-def _unexplained(
+def _find_wrong_parameters(
     update: Update, digests: Mapping[str, str], comparison: DigestComparison
 ) -> list[str]:
-    """Return the parameters with other digests than the files, without explained packed layers.
+    """Return the names of parameters that are not those of the files.
 
-    A packed layer is explained if it changed with its tensors in the files. `update` records
-    whether there are packed layers, and whether they changed.
+    A packed layer has another digest than the files. It is not wrong if its digest changed exactly
+    if its tensors in the files changed. `update` records whether there are packed layers, and
+    whether they changed.
     """
-    unexplained = []
+    wrong_names = []
     update.has_changed = False
     update.is_partly_compared = bool(comparison.different)
     for name, in_files in comparison.different.items():
-        reported, layer = digests[name], update.packed.get(name)
-        if not is_unreported(reported) and (layer is None or not layer.fits(reported, in_files)):
-            unexplained.append(name)
+        reported = digests[name]
+        layer = update.packed.get(name)
+        fits = layer is not None and layer.fits(reported, in_files)
+        if not fits and not is_unreported(reported):
+            wrong_names.append(name)
         if layer is not None and layer.has_changed(in_files):
             update.has_changed = True
-    return unexplained
+    return wrong_names
 
 
-def _in_words(comparison: DigestComparison, update: Update, digests: Mapping[str, str]) -> str:
-    """Describe a comparison without a difference, with the layers that it left out."""
+def _describe_comparison(
+    comparison: DigestComparison, update: Update, digests: Mapping[str, str]
+) -> str:
+    """Describe a comparison without wrong parameters, and the layers that it left out."""
     unreported = [name for name in comparison.different if is_unreported(digests[name])]
     reported = [name for name in comparison.different if not is_unreported(digests[name])]
     packed = [name for name in reported if name in update.packed]
@@ -212,7 +257,11 @@ def _in_words(comparison: DigestComparison, update: Update, digests: Mapping[str
 
 
 def expect_weights(update: Update, weights: Weights) -> None:
-    """Raise EngineError if digests, the served model or answers are not those of the update."""
+    """Raise EngineError if the server no longer holds the weights.
+
+    Compares its digests and its served model with those that it had in the update. If it has packed
+    layers, its answers are compared as well.
+    """
     if update.digests:
         _expect_digests(update, update.digests)
     served = update.server.served()
@@ -239,10 +288,7 @@ def _expect_digests(update: Update, expected: Mapping[str, str]) -> None:
 
 
 def _expect_answers(update: Update, weights: Weights) -> None:
-    """Compare the answers of a server whose layers cannot all be compared.
-
-    Raises EngineError for wrong ones.
-    """
+    """Compare the answers of a server with packed layers. Raises EngineError for wrong ones."""
     answers = probe(update.server, update.base)
     notes = []
     if update.answers is not None:
@@ -254,7 +300,8 @@ def _expect_answers(update: Update, weights: Weights) -> None:
                 "prompts: then check='listed'"
             )
         notes.append(f"answers differ from those before by up to {moved:.3f}")
-    # the head is a packed copy, and the digest that of the embedding
+    # A tied head is a packed copy of the embedding, and its digest is that of the embedding. So
+    # digests do not prove that the head was replaced.
     if weights.config.get("tie_word_embeddings"):
         error = distance(weights.answers, answers)
         if error > 2 * ROUNDING:
@@ -268,9 +315,9 @@ def _expect_answers(update: Update, weights: Weights) -> None:
 
 
 def unlike_servers(updates: Sequence[Update]) -> list[str]:
-    """Return a line for each server whose parameters differ from those of its first twin.
+    """Return a line for each server whose parameters differ from those of a server like it.
 
-    Twins have the same engine and names of parameters.
+    It is compared with the first server that has the same engine and names of parameters.
     """
     problems = []
     for update in updates:

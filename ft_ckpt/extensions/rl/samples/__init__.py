@@ -1,4 +1,4 @@
-"""The samples of asynchronous training: which were trained, not how many were drawn.
+"""Records which samples were trained in asynchronous training.
 
 Nothing here needs torch or numpy. Begin at `frontier`.
 """

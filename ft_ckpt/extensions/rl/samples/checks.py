@@ -9,12 +9,13 @@ from ft_ckpt.errors import ConfigError, CorruptError, LoadError, listing
 
 VERSION = 1  # of the state and of the shuffled order
 ENDLESS = 1 << 62  # the end of the last epoch if there is no last epoch
-_PLAIN_IDS = {str, int, bytes}  # with a repr that is the same in every process and version
+# Types whose repr is the same in every process and version of Python.
+_PLAIN_IDS = {str, int, bytes}
 _KEYS = ("version", "samples", "ids", "seed", "epochs", "low", "runs", "dropped")
 
 
 def count_samples(samples: Any) -> int:
-    """Count the samples; return -1 for what is neither a number nor has a length."""
+    """Return the number of samples, or -1 for an object that is no number and has no length."""
     if isinstance(samples, (bool, str, bytes)):
         return -1
     try:
@@ -80,15 +81,13 @@ def check_state(state: Mapping[str, Any]) -> None:
             f"frontier: version {state['version']!r}, expected {VERSION}; resume with the ft_ckpt "
             "that saved it"
         )
-    lengths = state["runs"].split() if isinstance(state["runs"], str) else ["none"]
-    are_numbers = all(_is_number(length) for length in lengths)
-    allowed = {
+    is_allowed = {
         "low": _is_count(state["low"]),
         "dropped": _is_count(state["dropped"]),
         "epochs": state["epochs"] is None or _is_count(state["epochs"]),
-        "runs": are_numbers and len(lengths) % 2 == 0 and all(map(int, lengths)),
+        "runs": _are_run_lengths(state["runs"]),
     }
-    wrong = [name for name, is_allowed in allowed.items() if not is_allowed]
+    wrong = [name for name, allowed in is_allowed.items() if not allowed]
     if wrong:
         raise CorruptError(
             f"frontier: {', '.join(wrong)} invalid; it is not what state_dict returns"
@@ -96,7 +95,17 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def _is_number(text: str) -> bool:
+    """Check whether the text is a number of at most 19 digits."""
     return text.isascii() and text.isdigit() and 0 < len(text) < 20
+
+
+def _are_run_lengths(runs: object) -> bool:
+    """Check whether `runs` is text with an even count of numbers above 0."""
+    if not isinstance(runs, str):
+        return False
+    lengths = runs.split()
+    are_numbers = all(_is_number(length) for length in lengths)
+    return are_numbers and len(lengths) % 2 == 0 and all(map(int, lengths))
 
 
 def _is_count(value: object) -> bool:

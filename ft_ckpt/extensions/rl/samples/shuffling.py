@@ -1,4 +1,14 @@
-"""The order of a shuffled epoch: a permutation that needs no list of the samples."""
+"""Computes the order of a shuffled epoch without a list of the samples.
+
+The permutation is a Feistel network on a grid. The samples fill the grid row by row:
+
+    width = 4, count = 10:   0 1 2 3
+                             4 5 6 7
+                             8 9 . .
+
+Each round moves every column up or down by a random number of its own, and then every row to the
+left or right by a random number of its own, so that different cells stay different.
+"""
 
 import hashlib
 import math
@@ -11,18 +21,16 @@ _ROUNDS = 4
 def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
     """Return the index of the sample at a position of a shuffled epoch.
 
-    The indices of all positions are a permutation of range(count), computed without a list: a
-    Feistel network on a grid of at least `count` cells. position = high * width + low, and each
-    round adds to `high` a random number chosen by `low`, then to `low` one chosen by `high`. A
-    result beyond `count` is permuted again.
+    The indices of all positions are a permutation of range(count). A result beyond `count`, in the
+    last row of the grid, is permuted again.
     """
     width, height, rounds = _random_rounds(count, seed, epoch)
     while True:
-        high, low = divmod(position, width)
-        for of_low, of_high in rounds:
-            high = (high + of_low[low]) % height
-            low = (low + of_high[high]) % width
-        position = high * width + low
+        row, column = divmod(position, width)
+        for column_shifts, row_shifts in rounds:
+            row = (row + column_shifts[column]) % height
+            column = (column + row_shifts[row]) % width
+        position = row * width + column
         if position < count:
             return position
 
@@ -31,18 +39,18 @@ def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
 def _random_rounds(
     count: int, seed: int, epoch: int
 ) -> tuple[int, int, tuple[tuple[list[int], list[int]], ...]]:
-    """Return width and height of the grid, and the numbers to add in each round.
+    """Return the width and height of the grid, and for each round the shifts of columns and rows.
 
-    The numbers are SHAKE-256 of "seed/epoch/round". Their count is about 8 * sqrt(count): 25,000
+    The shifts are SHAKE-256 of "seed/epoch/round". There are about 8 * sqrt(count) of them, 25,000
     for 10 million samples.
     """
     width = math.isqrt(count - 1) + 1
-    height = -(-count // width)
+    height = (count + width - 1) // width
     rounds = []
     for number in range(_ROUNDS):
         stream = hashlib.shake_256(f"{seed}/{epoch}/{number}".encode()).digest(8 * (width + height))
         values = struct.unpack(f"<{width + height}Q", stream)
-        of_low = [value % height for value in values[:width]]
-        of_high = [value % width for value in values[width:]]
-        rounds.append((of_low, of_high))
+        column_shifts = [value % height for value in values[:width]]
+        row_shifts = [value % width for value in values[width:]]
+        rounds.append((column_shifts, row_shifts))
     return width, height, tuple(rounds)

@@ -1,7 +1,7 @@
 """Converts weights between formats, slice by slice.
 
-Nothing here computes new values but casts. Begin at `conversion`; `folder` converts a whole folder,
-`request` checks the arguments.
+Nothing here changes values, except by casts. Begin at `conversion`. `folder` converts a whole
+folder, and `request` checks the arguments.
 """
 
 import lazy_loader

@@ -1,6 +1,7 @@
-"""Conversion of weights between formats, slice by slice.
+"""Converts weights between formats, slice by slice.
 
-The target is one file, a folder, or what the library of a format writes.
+The target is one file, or a folder of files. Some formats are folders that only their library can
+write, such as TensorFlow's. A place is a folder on a disk, a prefix in a bucket, or a file.
 """
 
 import os
@@ -48,15 +49,26 @@ _SIDECAR_BYTES = 16 << 20  # reserved for sidecar files in the check of free spa
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """A finished conversion: `bytes` of all weight files; `tensors` counts a tied tensor once."""
+    """A finished conversion.
 
-    path: Path | str  # or the URL
+    Attributes:
+        path: The path of the target, or its URL.
+        format: The name of the format of the target.
+        bytes: The size of all weight files.
+        tensors: The number of tensors. A tied tensor counts once.
+        seconds: The duration of the conversion.
+        casts: The number of tensors for each cast, such as "float32->bfloat16".
+        skipped: "name: type" for each value of the source that is no tensor.
+        notes: Sentences about what the caller should know.
+    """
+
+    path: Path | str
     format: str
     bytes: int
     tensors: int
     seconds: float
-    casts: Mapping[str, int]  # "float32->bfloat16": number of tensors
-    skipped: tuple[str, ...]  # "name: type" of non-tensor values
+    casts: Mapping[str, int]
+    skipped: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -86,20 +98,22 @@ def convert(
     checkpoint by the first matching pattern.
 
     Memory holds a few slices, or one tensor if it is not stored in row-major order. Writes to a
-    bucket are streamed. An existing checkpoint in a bucket cannot be replaced atomically: it is
-    refused, or with `overwrite` deleted first. A source checkpoint of ft_ckpt is kept open, so a
-    save that replaces it meanwhile has no effect. Its files are compared with their digests before
-    they are read.
+    bucket are streamed. An existing checkpoint in a bucket cannot be replaced atomically. It is
+    therefore refused, or with `overwrite` deleted first. A source checkpoint of ft_ckpt is kept
+    open, so a save that replaces it during the conversion has no effect. Its files are compared
+    with their digests before they are read.
 
-    Raises ConfigError, SelectionError for invalid names and types, LoadError or CorruptError for
-    the source, TargetError or NoSpaceError for the target.
+    Raises ConfigError for invalid arguments, SelectionError for names and dtypes that the target
+    cannot have, LoadError or CorruptError for the source, and TargetError or NoSpaceError for the
+    target.
     """
-    source, goal = open_place(src), open_place(dst)
-    # the name may not be UTF-8
+    source = open_place(src)
+    target = open_place(dst)
+    # A file name might not be valid UTF-8.
     note = f"converted from {os.fsencode(source.basename).decode(errors='replace')}"
     names = read_map(map)
     options = convert_options(
-        goal,
+        target,
         format=format,
         dtype=dtype,
         names=names,
@@ -121,9 +135,9 @@ def convert(
 def write_converted(
     tensor_file: TensorFile, source: Place, options: ConvertOptions
 ) -> ConvertReport:
-    """Write the tensors of a file and the sidecar files in the folder `source`.
+    """Write the tensors of `tensor_file`, and to a folder also the sidecar files in `source`.
 
-    Raises LoadError for a source without tensors.
+    Raises LoadError for a file without tensors.
     """
     begun = time.monotonic()
     if not tensor_file.specs:
@@ -145,7 +159,8 @@ def write_converted(
 def open_source(place: Place) -> TensorFile:
     """Open the tensors at `place` in any format.
 
-    Bytes are copied, so a truncated file raises an error.
+    Reads copy bytes instead of mapping them, so that a file that is truncated meanwhile raises an
+    error.
     """
     with damaged_input(place):
         if place.is_object:
@@ -154,8 +169,9 @@ def open_source(place: Place) -> TensorFile:
 
 
 def _convert_to_file(tensor_file: TensorFile, options: ConvertOptions) -> ConvertReport:
-    file, target = translate_file(tensor_file, options.names, options.dtype), options.target
-    _refuse_listed(target)
+    file = translate_file(tensor_file, options.names, options.dtype)
+    target = options.target
+    _refuse_file_of_checkpoint(target)
     output = plan_output(options.format, target.name, file)
     _check_space(target.store, output.plan.layout.size_bytes)
     with replaced_object(target, options.max_mode) as stage:
@@ -166,8 +182,8 @@ def _convert_to_file(tensor_file: TensorFile, options: ConvertOptions) -> Conver
     return _report_of(options, [file], record.size_bytes, ())
 
 
-def _refuse_listed(target: Place) -> None:
-    """Raise TargetError if the target is a file of a checkpoint: its manifest would be wrong."""
+def _refuse_file_of_checkpoint(target: Place) -> None:
+    """Raise TargetError if a checkpoint's manifest lists the target and would become wrong."""
     around = checkpoint_around(target)
     if around is None:
         return
@@ -179,9 +195,10 @@ def _refuse_listed(target: Place) -> None:
 
 
 def _open_staging(options: ConvertOptions, size_bytes: int) -> Staging:
-    """Open a staging for the target, after a check of the space for weights and sidecar files.
+    """Check that the target has space, and open a staging folder for it.
 
-    The weights have `size_bytes`.
+    The space is that of weights of `size_bytes` and of sidecar files. The checkpoint is written
+    into the staging folder, and a commit makes it the target.
     """
     store = options.target.folder
     _check_space(store, size_bytes + _SIDECAR_BYTES)
@@ -191,7 +208,7 @@ def _open_staging(options: ConvertOptions, size_bytes: int) -> Staging:
 
 
 def _check_space(store: Store, size_bytes: int) -> None:
-    """Check the free space of a local folder, see `check_target`; buckets have no limit."""
+    """Check the free space of a local folder; see `check_target`. Buckets have no limit."""
     if store.local_folder is not None:
         check_target(store.local_folder, size_bytes)
 
@@ -200,7 +217,7 @@ def _convert_by_library(
     tensor_file: TensorFile, source: Place, options: ConvertOptions, library: FolderWriter
 ) -> ConvertReport:
     file = translate_file(tensor_file, options.names, options.dtype)
-    untied = untie_file(file)  # these formats have no ties
+    untied = untie_file(file)  # the formats of libraries have no ties
     specs = list(untied.specs.values())
     library.check_types(specs)
     shards = assign_shards(specs, options.shards) if options.shards else {}
@@ -259,7 +276,7 @@ def _convert_to_folder(
 
 
 def _finish_part(part: ConvertedPart, store: Store, options: ConvertOptions) -> None:
-    """Write the index of a part's files and compare them, if the options say so."""
+    """Write the index of a part with several files. With `verify`, compare the files."""
     if part.index is not None:
         store.write(part.index_path, part.index.encode())
     if options.verify:

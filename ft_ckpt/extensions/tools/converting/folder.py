@@ -1,4 +1,8 @@
-"""Converts a folder of weights: its parts, sidecar files and manifest."""
+"""Converts a folder of weights: its parts, sidecar files and manifest.
+
+A part is one saved model or adapter of a folder, such as a policy and a value head. A record is the
+description of a part in a manifest.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,56 +30,67 @@ from ft_ckpt.storage.places import Place, copy_object
 
 @dataclass(frozen=True)
 class ConvertedPart:
-    """One part of a folder with its output files."""
+    """One part of a folder, with the files to write for it.
+
+    Attributes:
+        part: The part of the source.
+        file: Its tensors, renamed and cast.
+        outputs: The weight files to write.
+        index_path: The path of the index of these files.
+        index: The text of the index. None for one weight file, which needs no index.
+    """
 
     part: FolderPart
     file: TensorView
     outputs: tuple[Output, ...]
     index_path: str
-    index: str | None  # the text of their index; None with one file
+    index: str | None
 
     def record(self, format_name: str) -> PartRecord:
         """Return the record of the part in the new manifest."""
         tensors = []
         for output in self.outputs:
             tensors += output.plan.records()
-        groups: dict[str, list[str]] = {}
+        tied_names: dict[str, list[str]] = {}
         for name, stored_name in self.file.ties.items():
-            groups.setdefault(stored_name, [stored_name]).append(name)
-        ties = tuple(tuple(group) for group in groups.values())
-        source = self.part.record
-        if source is None:
+            tied_names.setdefault(stored_name, [stored_name]).append(name)
+        ties = tuple(tuple(names) for names in tied_names.values())
+        source_record = self.part.record
+        if source_record is None:
             return PartRecord(
-                "",
-                self.part.path,
-                self.part.kind,
-                format_name,
-                "",
-                tuple(tensors),
-                ties,
+                name="",
+                path=self.part.path,
+                kind=self.part.kind,
+                format=format_name,
+                class_name="",
+                tensors=tuple(tensors),
+                ties=ties,
                 casts=self.file.casts,
             )
         new_names = {stored: name for name, stored in self.file.stored_names.items()}
-        trainable = [new_names[name] for name in source.trainable if name in new_names]
+        trainable = [new_names[name] for name in source_record.trainable if name in new_names]
         return replace(
-            source,
+            source_record,
             format=format_name,
             tensors=tuple(tensors),
             ties=ties,
             trainable=tuple(trainable),
-            casts={**source.casts, **self.file.casts},
+            casts={**source_record.casts, **self.file.casts},
         )
 
 
 def plan_converted_part(part: FolderPart, options: ConvertOptions) -> ConvertedPart:
-    """Plan the new files of a part, named and divided as its readers expect."""
+    """Plan the weight files of a part.
+
+    They have the names and sizes that readers expect, such as transformers and PEFT.
+    """
     names = _names_in_part(part, [*part.file.specs, *part.file.ties], options.names)
     file = translate_file(part.file, names, options.dtype)
     stem = part.stem_in(options.format)
     ending = options.format.suffixes[0]
     folder = f"{part.path}/" if part.path else ""
     shards = {f"{stem}{ending}": list(file.specs)}
-    if part.kind != "adapter":  # PEFT reads one file only
+    if part.kind != "adapter":  # PEFT reads one file only, so that an adapter is never split
         shards = split_into_files(file.specs, stem, ending, options.max_shard_bytes)
     outputs = []
     for file_name, tensor_names in shards.items():
@@ -92,8 +107,8 @@ def plan_converted_part(part: FolderPart, options: ConvertOptions) -> ConvertedP
 def _names_in_part(part: FolderPart, names: Iterable[str], table: Names) -> dict[str, str]:
     """Map the tensors `names` of a part to their new names.
 
-    `table` has the names in the whole folder, with its prefix. Raises SelectionError for tensors
-    that would leave the part.
+    `table` has the names of the whole folder, in which the part's names begin with the part's
+    prefix. Raises SelectionError for a new name without that prefix.
     """
     new_names = rename_tensors([part.prefix + name for name in names], table)
     outside = []
@@ -112,7 +127,10 @@ def _names_in_part(part: FolderPart, names: Iterable[str], table: Names) -> dict
 def copy_companions(
     source: Store, names: Sequence[str], store: Store, options: ConvertOptions
 ) -> None:
-    """Copy sidecar files into the staging `store`; configs get the new dtype."""
+    """Copy the sidecar files `names` into the staging `store`.
+
+    Configs get the new dtype. Files of `options.replaced` get their new contents.
+    """
     for name in names:
         with closing(source.open(name)) as file:
             copy_object(file, store, name)
@@ -123,7 +141,7 @@ def copy_companions(
 
 
 def _set_dtype(store: Store, name: str, dtype: str) -> None:
-    """Write the new dtype of the weights into a config, because readers use it."""
+    """Write the new dtype of the weights into a config, because readers use the dtype there."""
     try:
         config = json.loads(read_text(store, name))
     except ValueError:
@@ -155,7 +173,11 @@ def converted_manifest(
     files: tuple[FileRecord, ...],
     options: ConvertOptions,
 ) -> Manifest:
-    """Return the manifest of a source checkpoint with the new files, or else a new manifest."""
+    """Return the manifest of the target.
+
+    It is the manifest of the source with the new parts and files, or a new one if the source has
+    none.
+    """
     if isinstance(tensor_file, WeightsFolder) and tensor_file.manifest is not None:
         manifest = tensor_file.manifest
         shared: tuple[tuple[str, ...], ...] = ()
@@ -169,10 +191,10 @@ def converted_manifest(
             shared=shared,
             number=None,
         )
-    described = tuple(_describe_part(part, source) for part in parts)
-    are_adapters = all(part.kind == "adapter" for part in described)
+    completed_parts = tuple(_complete_record(part, source) for part in parts)
+    are_adapters = all(part.kind == "adapter" for part in completed_parts)
     return Manifest(
-        described,
+        completed_parts,
         files,
         "adapter" if are_adapters else "full",
         datetime.now(timezone.utc).isoformat(),
@@ -186,7 +208,10 @@ def converted_manifest(
 def _renamed_groups(
     weights: WeightsFolder, groups: Iterable[Iterable[str]], table: Names
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of "part:name" of a manifest's `shared`, with the new names."""
+    """Rename the tensors in `groups`, a manifest's `shared`.
+
+    Each group has texts "part:name" of one tensor that several parts share.
+    """
     parts = {part.record.name: part for part in weights.parts if part.record is not None}
     renamed = []
     for group in groups:
@@ -201,8 +226,8 @@ def _renamed_groups(
     return tuple(renamed)
 
 
-def _describe_part(part: PartRecord, source: Place) -> PartRecord:
-    """Return the part of a folder without manifest, completed from its config."""
+def _complete_record(part: PartRecord, source: Place) -> PartRecord:
+    """Complete the record of a part from its config, because the folder has no manifest."""
     name = "adapter_config.json" if part.kind == "adapter" else "config.json"
     try:
         config: Any = json.loads(read_text(source.folder, name))
@@ -225,12 +250,11 @@ def _describe_part(part: PartRecord, source: Place) -> PartRecord:
 
 
 def base_of_config(settings: Mapping[str, Any]) -> BaseRecord:
-    """Return the base that the config of an adapter names."""
-    identity, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-    return BaseRecord(
-        identity if isinstance(identity, str) else None,
-        revision if isinstance(revision, str) else None,
-        "float32",
-        "",
-        {},
-    )
+    """Return the base that the config of an adapter names. Values that are no text become None."""
+    base_id = settings.get("base_model_name_or_path")
+    if not isinstance(base_id, str):
+        base_id = None
+    revision = settings.get("revision")
+    if not isinstance(revision, str):
+        revision = None
+    return BaseRecord(base_id, revision, "float32", "", {})

@@ -1,4 +1,4 @@
-"""The weight files that a conversion writes: their layout, and their bytes in order."""
+"""Plans and writes the weight files of a conversion."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,12 +35,12 @@ def plan_output(target_format: TensorFormat, path: str, file: TensorFile) -> Out
 
     Raises SelectionError naming tensors whose dtypes or names the format cannot store.
     """
-    # transformers refuses files without "format"
+    # transformers refuses files without "format" in their metadata
     metadata = {"format": "pt", **file.metadata}
     layout = target_format.lay_out_file(list(file.specs.values()), metadata, file.ties)
-    changed = sorted(file.specs.keys() - {spec.name for spec in layout.specs})
-    if changed:
-        names = [repr(name) for name in changed]
+    changed_names = sorted(file.specs.keys() - {spec.name for spec in layout.specs})
+    if changed_names:
+        names = [repr(name) for name in changed_names]
         raise SelectionError(
             f"{listing(names)}: not a name for format {target_format.name!r}; rename it"
         )
@@ -48,7 +48,7 @@ def plan_output(target_format: TensorFormat, path: str, file: TensorFile) -> Out
 
 
 def write_outputs(outputs: Sequence[Output], store: Store, progress: bool) -> list[FileRecord]:
-    """Write `outputs` into `store`, durably; `progress`: with a progress bar on a terminal."""
+    """Write `outputs` durably into `store`, with a progress bar on a terminal if `progress`."""
     total_bytes = sum(output.plan.layout.size_bytes for output in outputs)
     with (
         track_bytes(total_bytes if progress else 0, "converting") as advance,
@@ -57,33 +57,35 @@ def write_outputs(outputs: Sequence[Output], store: Store, progress: bool) -> li
         records = []
         for output in outputs:
             plan = output.plan
-            goal = store.create(plan.path, plan.layout.size_bytes)
-            records.append(write_file(plan, output.regions(), goal, writer))
+            new_file = store.create(plan.path, plan.layout.size_bytes)
+            records.append(write_file(plan, output.regions(), new_file, writer))
         return records
 
 
 class _Piece(NamedTuple):
-    """The next bytes of a tensor, on the host; `keeper` owns the memory."""
+    """The next bytes of a tensor, on the host. `memory_owner` keeps the memory allocated."""
 
     name: str
     address: int
     size_bytes: int
-    keeper: Any
+    memory_owner: Any
 
 
 def _tensor_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
-    """Yield the bytes of the tensors.
+    """Yield the bytes of the tensors, in the order of the layout.
 
-    Unchanged ones are copied in blocks, others are read slice by slice.
+    The stored bytes of tensors that do not change are copied in blocks. Other tensors are read
+    slice by slice.
     """
     starts = {spec.name: start for spec, start in zip(layout.specs, layout.starts, strict=True)}
     runs = {spec.name: file.runs(spec.name) for spec in layout.specs}
     for is_copied, group in groupby(layout.specs, lambda spec: runs[spec.name] is not None):
         specs = list(group)
         pieces = _copied_pieces(specs, runs) if is_copied else _read_pieces(file, specs)
-        for name, address, size_bytes, keeper in pieces:
-            yield Region(starts[name], address, size_bytes, keeper)
-            starts[name] += size_bytes
+        for piece in pieces:
+            start = starts[piece.name]
+            yield Region(start, piece.address, piece.size_bytes, piece.memory_owner)
+            starts[piece.name] += piece.size_bytes
 
 
 def _copied_pieces(
@@ -93,8 +95,8 @@ def _copied_pieces(
     for spec in specs:
         for run in runs[spec.name] or ():
             named_runs.append(replace(run, name=spec.name))
-    for part in read_ahead(named_runs):
-        yield _Piece(part.run.name, part.address, part.size_bytes, part)
+    for block in read_ahead(named_runs):
+        yield _Piece(block.run.name, block.address, block.size_bytes, block)
 
 
 def _read_pieces(file: TensorFile, specs: Sequence[Spec]) -> Iterator[_Piece]:
@@ -103,9 +105,9 @@ def _read_pieces(file: TensorFile, specs: Sequence[Spec]) -> Iterator[_Piece]:
 
 
 def _prefetched(items: Iterable[_Item]) -> Iterator[_Item]:
-    """Yield `items`.
+    """Yield `items`, of which a thread prepares the next one while the caller uses one.
 
-    A thread prepares the next item while one is in use, so that reading and writing overlap.
+    So reading and writing overlap.
     """
     iterator = iter(items)
     end = object()

@@ -1,4 +1,9 @@
-"""Rules that give tensors new names: old name to new name, or prefix* to prefix*."""
+"""Reads and applies rules that rename tensors.
+
+A rule maps an old name to a new name. If both end in *, it maps an old prefix to a new one. For
+example, {"encoder.*": "model.encoder.*"} renames "encoder.norm.weight" to
+"model.encoder.norm.weight".
+"""
 
 import json
 from collections import Counter
@@ -14,10 +19,10 @@ Names = Mapping[str, str]
 
 
 def read_map(source: str | Path | Names | None) -> dict[str, str]:
-    """Read new names by old name from a mapping, a JSON file or a text file.
+    """Return the rules in a mapping, a JSON file or a text file, as new name by old name.
 
-    A text file has lines "old new"; # begins a comment. A name that ends in * is a prefix. Raises
-    ConfigError for another source and for ambiguous rules.
+    A text file has lines "old new", in which # begins a comment. Raises ConfigError for another
+    source and for ambiguous rules.
     """
     if source is None:
         return {}
@@ -25,7 +30,8 @@ def read_map(source: str | Path | Names | None) -> dict[str, str]:
         pairs: list[tuple[Any, Any]] = list(source.items())
     else:
         pairs = _read_pairs(open_place(source))
-    not_text, one_sided = [], []
+    not_text: list[str] = []
+    one_sided: list[str] = []
     for old, new in pairs:
         if not isinstance(old, str) or not isinstance(new, str):
             not_text.append(f"{old!r}")
@@ -86,9 +92,10 @@ def check_used(table: Names, names: Iterable[str], source: str) -> None:
 
 
 def rename_tensors(names: Iterable[str], table: Names) -> dict[str, str]:
-    """Map names to new ones: an exact rule comes before a prefix, a longer prefix before a shorter.
+    """Return the new name of each of `names`. A name without a rule stays.
 
-    Raises SelectionError naming tensors that would get the same name.
+    A rule for the exact name comes before a rule for a prefix, and a longer prefix before a
+    shorter one. Raises SelectionError naming tensors that would get the same name.
     """
     prefixes = sorted((old for old in table if old.endswith("*")), key=len, reverse=True)
     new_names = {}

@@ -1,4 +1,4 @@
-"""The checked arguments of a conversion: where it goes, in which format, with which names."""
+"""Checks the arguments of a conversion: its target, format and names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,24 +24,41 @@ _DEFAULT_SHARD_SIZE = "50GB"
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """The checked arguments of a conversion."""
+    """The checked arguments of a conversion.
 
-    path: Path | str  # as the caller wrote it
-    target: Place  # with symbolic links resolved
+    Attributes:
+        path: The target as the caller wrote it.
+        target: The target with symbolic links resolved.
+        format: The format of the target.
+        to_folder: Whether the target is a folder, and not a file.
+        dtype: The new dtype of floating-point tensors. None leaves dtypes unchanged.
+        names: The rules that rename tensors; see `rename_rules`.
+        max_shard_bytes: The maximum size of a weight file in a folder.
+        verify: Whether the result is compared bit for bit with the source.
+        progress: Whether a terminal shows a progress bar.
+        note: The source of the weights in words, for the manifest.
+        shards: The rules that divide the tensors between several TensorFlow checkpoints.
+        made_from: The names of the checkpoints from which the weights were computed.
+        max_mode: The permissions that all sources have in common; see `LocalStore`.
+        overwrite: Whether a checkpoint with the name of the target in a bucket is deleted before
+            the new one is complete.
+        replaced: Sidecar files with other contents than the source has.
+    """
+
+    path: Path | str
+    target: Place
     format: TensorFormat
     to_folder: bool
-    dtype: str | None  # of floating-point tensors; None: unchanged
-    names: Mapping[str, str]  # new name by old
+    dtype: str | None
+    names: Mapping[str, str]
     max_shard_bytes: int
     verify: bool
     progress: bool
-    note: str  # for the manifest: the source of the weights
-    shards: Sequence[ShardRule] = ()  # rules that divide the tensors between several checkpoints
-    made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
-    max_mode: int = 0o777  # see LocalStore; the permissions common to all sources
-    # delete a checkpoint of this name in a bucket before the new one is complete
+    note: str
+    shards: Sequence[ShardRule] = ()
+    made_from: tuple[str, ...] = ()
+    max_mode: int = 0o777
     overwrite: bool = False
-    # sidecar files with other contents than the source's
     replaced: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -63,10 +80,10 @@ def convert_options(
     """Check the arguments of `convert`. Raises ConfigError or TargetError."""
     target = place.resolved
     named_format = _writable_format(format)
-    names_folder = place.is_folder or not PurePath(target.basename).suffix
+    if place.is_folder or not PurePath(target.basename).suffix:
+        to_folder = True
     if named_format is not None and named_format.folder_writer is not None:
-        names_folder = True
-    to_folder = to_folder or names_folder
+        to_folder = True
     target_format = named_format
     if target_format is None and to_folder:
         target_format = format_named(DEFAULT_FORMAT)
@@ -125,9 +142,9 @@ def _check_shard_size(max_shard_size: int | str | None, target: Place, to_folder
 
 
 def check_apart(sources: Sequence[Place], options: ConvertOptions) -> None:
-    """Raise ConfigError if the target folder lies in a source folder or contains a source.
+    """Raise ConfigError if the target folder lies in a source folder.
 
-    A target that contains a source is refused only if it is a checkpoint.
+    Raises it also if the target is a checkpoint, which would be replaced, and a source lies in it.
     """
     if not options.to_folder:
         return

@@ -1,4 +1,7 @@
-"""Rules that divide tensors between several TensorFlow checkpoints, a line "pattern shard" each."""
+"""Reads and applies rules that divide tensors between several TensorFlow checkpoints.
+
+A rule is a line "pattern shard", such as "encoder.* encoder".
+"""
 
 import re
 from collections.abc import Sequence
@@ -16,9 +19,9 @@ _SHARD = re.compile(r"\w[\w.-]*")
 
 
 def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
-    """Read the rules in a file of lines "pattern shard" (# begins a comment).
+    """Read the rules in a file, in which # begins a comment.
 
-    Raises ConfigError for another file.
+    Raises ConfigError for a file with other lines, or without a rule.
     """
     if source is None:
         return ()
@@ -39,7 +42,7 @@ def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
 
 
 def assign_shards(specs: Sequence[Spec], rules: Sequence[ShardRule]) -> dict[str, list[Spec]]:
-    """Return the tensors of each shard; the first rule that matches a name decides.
+    """Return the tensors of each shard. The first rule that matches a name decides.
 
     Raises SelectionError naming tensors that match no rule, and rules without a tensor.
     """

@@ -1,4 +1,7 @@
-"""Views of an open file: renamed and cast, without ties, some of its tensors."""
+"""Makes views of an open file of tensors: renamed, cast, without ties, or with fewer tensors.
+
+A view reads from the file, and copies nothing.
+"""
 
 from collections.abc import Sequence
 
@@ -19,10 +22,10 @@ FLOAT_DTYPES = (
 
 
 def translate_file(file: TensorFile, names: Names, dtype: str | None) -> TensorView:
-    """Rename the tensors of `file` by `names`, and cast its floats to `dtype` if it is not None.
+    """Rename the tensors of `file`, and cast floating-point ones to `dtype` if it is not None.
 
-    `names` are as for `read_map`. Raises ConfigError for an unknown dtype, SelectionError for names
-    of several tensors.
+    `names` are rules as `read_map` returns them. Raises ConfigError for an unknown dtype, and
+    SelectionError if two tensors would get one name.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype!r}: {expected_one_of(dtype, _DTYPES)}")
@@ -42,7 +45,7 @@ def translate_file(file: TensorFile, names: Names, dtype: str | None) -> TensorV
 
 
 def untie_file(file: TensorFile) -> TensorView:
-    """Return `file` with each name of a tied tensor as a separate tensor.
+    """Return `file` with each name of a tied tensor as a tensor of its own.
 
     Formats without ties need such a file.
     """
@@ -51,7 +54,7 @@ def untie_file(file: TensorFile) -> TensorView:
 
 
 def select_tensors(file: TensorView, names: Sequence[str]) -> TensorView:
-    """Return the tensors `names` of a file, for one of several files to write."""
+    """Return the tensors `names` of a file and the names tied to them, for one weight file."""
     selected = {name: name for name in names}
     ties = {alias: name for alias, name in file.ties.items() if name in selected}
     return TensorView.of_file(file, selected, ties=ties, metadata=file.metadata)
