@@ -1,7 +1,7 @@
-"""Writers: processes with a part of their own in each checkpoint of a run.
+"""Lets several processes, the writers, hand in their state for each checkpoint of a run.
 
-Nothing here commits a checkpoint. Begin at `session_files`, which is what the trainer's `session`
-and a `writer` exchange.
+Nothing here commits a checkpoint. Begin at `session_files`, which describes the files that the
+trainer's `session` and a `writer` exchange.
 """
 
 import lazy_loader

@@ -1,4 +1,7 @@
-"""The part of a writer in a checkpoint: read for a resume, stored for a hand-over."""
+"""Stores the files that a writer hands in, and reads them from a checkpoint for a resume.
+
+The part of a writer is the folder of its files in a checkpoint.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -28,8 +31,8 @@ class Part:
     step: int | None
     """Its step."""
     states: Mapping[str, Any] = field(repr=False)
-    """The states by the name of the writer that handed them in: usually one, with tensors on the
-    CPU.
+    """The states by the name of the writer that handed them in. Usually there is one. Tensors are
+    on the CPU.
     """
     files: Mapping[str, tuple[Path, ...]]
     """The files, copied to the folder given to `resume`, by the name of the writer that handed them
@@ -38,7 +41,7 @@ class Part:
 
     @property
     def state(self) -> Any:
-        """The one state. Raises WriterError if there is none, or several."""
+        """The state if there is one. Raises WriterError if there is none, or several."""
         if len(self.states) != 1:
             raise WriterError(
                 f"{self.path}: {len(self.states)} states ({', '.join(self.states)}); see `states`"
@@ -58,6 +61,10 @@ def store_file(
     source: str | os.PathLike[str] | bytes,
     committed: Mapping[str, FileRecord],
 ) -> FileRecord:
+    """Store a file or bytes at `path` in `store`, and return the record.
+
+    A file that the last checkpoint has with the same bytes is not stored. Its record is `linked`.
+    """
     if isinstance(source, bytes):
         record = record_of(path, source)
         if is_committed(record, committed):
@@ -68,13 +75,14 @@ def store_file(
     record = replace(read_record(place.store, place.name), path=path)
     if is_committed(record, committed):
         return replace(record, linked=True)
-    with closing(place.open()) as opened:  # a copy: the process may change its file later
+    # The file is copied and not linked, because the process may change it later.
+    with closing(place.open()) as opened:
         copy_object(opened, store, path)
     return read_record(store, path)
 
 
 def load_states(checkpoint: OpenCheckpoint, paths: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Load the states in the parts of a checkpoint, whose files have these `paths`."""
+    """Load the states of writers. `paths` has the paths of the files of each writer, by name."""
     states = {}
     for name in paths:
         if STATE_FILE in paths[name]:
@@ -86,17 +94,20 @@ def load_states(checkpoint: OpenCheckpoint, paths: Mapping[str, Sequence[str]]) 
 def copy_files(
     checkpoint: OpenCheckpoint, paths: Mapping[str, Sequence[str]], folder: Path
 ) -> dict[str, tuple[Path, ...]]:
-    """Copy the files of parts, but their states, into `folder`/NAME: all, or none."""
+    """Copy the files of writers, but not their states, into `folder`/NAME.
+
+    After an error, the files that were copied before are deleted.
+    """
     copied: dict[str, tuple[Path, ...]] = {}
     with ExitStack() as undo:
         for name in paths:
-            goal = folder / name
-            copied[name] = tuple(goal / path for path in paths[name] if path != STATE_FILE)
+            target = folder / name
+            copied[name] = tuple(target / path for path in paths[name] if path != STATE_FILE)
             for path in paths[name]:
                 if path == STATE_FILE:
                     continue
                 with closing(checkpoint.store.open(f"{PARTS}/{name}/{path}")) as opened:
-                    copy_object(opened, LocalStore(goal), path)
-                undo.callback((goal / path).unlink, missing_ok=True)
+                    copy_object(opened, LocalStore(target), path)
+                undo.callback((target / path).unlink, missing_ok=True)
         undo.pop_all()
     return copied

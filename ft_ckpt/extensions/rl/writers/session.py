@@ -1,4 +1,7 @@
-"""The session of a run on the side of the trainer, see `session_files`."""
+"""Opens a session for the trainer, which requests and collects the files of its writers.
+
+`session_files` describes the files of a session. The stage is the staging folder of a save.
+"""
 
 import json
 import re
@@ -38,13 +41,13 @@ from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, copy_object
 
-# keys of facts that identify a process
+# The fields of a mark that identify a process.
 _PROCESS_KEYS = ("host", "machine", "namespace", "pid", "started")
 
 
 @dataclass(eq=False, kw_only=True)
 class _SessionLease(ExclusiveLease):
-    """The mark of an open session, which contains the session."""
+    """The lease of an open session. Its mark is session.json, so it contains the session."""
 
     session: Session
 
@@ -55,7 +58,7 @@ class _SessionLease(ExclusiveLease):
 
 @dataclass(eq=False)
 class OpenSession:
-    """The session that this process, the trainer's first rank, keeps open."""
+    """The session that this process keeps open. The process is the trainer's first rank."""
 
     run: Place
     session: Session
@@ -68,15 +71,16 @@ class OpenSession:
         self.sessions = sessions_of(self.run.folder)
 
     def open(self) -> None:
-        """Write the session, and keep its mark alive.
+        """Write session.json, and renew it until the session is closed.
 
-        Raises TargetError while another process has one open.
+        Raises TargetError while another process has a session open.
         """
-        facts, process = read_mark(self.sessions, SESSION), process_facts()
-        is_of_process = all(facts.get(key) == process[key] for key in _PROCESS_KEYS)
-        if facts and not is_of_process and is_open(self.sessions):
+        mark = read_mark(self.sessions, SESSION)
+        process = process_facts()
+        is_of_process = all(mark.get(key) == process[key] for key in _PROCESS_KEYS)
+        if mark and not is_of_process and is_open(self.sessions):
             raise self._taken()
-        self._delete_below("")  # files of sessions that are over
+        self._delete_below("")  # the files of earlier sessions
         self._lease = _SessionLease(
             self.sessions, SESSION, self.session.token, session=self.session
         )
@@ -87,9 +91,9 @@ class OpenSession:
         self._lease.begin()
 
     def ask(self, step: int) -> None:
-        """Ask all writers for their state at `step`.
+        """Request the state of all writers at `step`.
 
-        Raises WriterError if another process has taken the run over.
+        Raises WriterError if another process has opened a session of the run.
         """
         stored = read_session(self.sessions)
         if stored is not None and stored.token != self.session.token:
@@ -98,13 +102,14 @@ class OpenSession:
         self._write(replace(self.session, asked=step))
 
     def collect(self, step: int, stage: Store) -> tuple[list[FileRecord], list[str]]:
-        """Wait for the files of all writers for `step`, and take them into `stage`.
+        """Wait for the files of all writers for `step`, and copy them into `stage`.
 
-        Returns their records, and notes.
+        Returns their records, and notes for the report of the save. May be repeated with another
+        stage.
 
-        May be repeated with another stage. Raises WriterError naming all required writers that have
-        ended, failed, or handed in nothing `timeout_seconds` after `ask`; optional ones become
-        notes. TargetError if `stage` cannot be written.
+        Raises WriterError naming all required writers that have ended, failed, or handed in nothing
+        `timeout_seconds` after `ask`. For optional writers a note says so. Raises TargetError if
+        `stage` cannot be written.
         """
         records: list[FileRecord] = []
         notes: list[str] = []
@@ -112,7 +117,9 @@ class OpenSession:
         pause = pauses(self.sessions)
         while waiting:
             problems = self._absences(waiting)
-            ready = self._ready(step)  # after the processes are checked: one may hand in and end
+            # Files are listed after processes are checked, because a writer may hand in and end in
+            # between.
+            ready = self._ready(step)
             for name in [name for name in waiting if name in ready]:
                 problems.pop(name, None)
                 waiting.remove(name)
@@ -128,7 +135,7 @@ class OpenSession:
         return records, notes
 
     def _absences(self, waiting: Sequence[str]) -> dict[str, str]:
-        """Tell by name why writers will hand in nothing, or have not in time."""
+        """Return, by name, why writers have ended, or have not handed in anything in time."""
         is_late = time.monotonic() > self._asked_at + self.timeout_seconds
         reasons = {}
         for name in waiting:
@@ -148,14 +155,14 @@ class OpenSession:
 
     @property
     def token(self) -> str:
-        """Distinguishes the session from others of the run."""
+        """The token of the session, which distinguishes it from others of the run."""
         return self.session.token
 
     def note_committed(self, checkpoint: Place) -> None:
-        """Let processes that join from now on continue from `checkpoint`.
+        """Record that `checkpoint` is the last one, from which processes that join must continue.
 
-        Files that were handed in for earlier steps are deleted. Those of its own step stay, for a
-        repeated save.
+        Files that were handed in for earlier steps are deleted. Those of the step of `checkpoint`
+        stay, because its save may be repeated.
         """
         last, _ = _last_checkpoint(self.run, checkpoint)
         asked = self.session.asked
@@ -167,7 +174,7 @@ class OpenSession:
                 self._delete_below(f"{self.session.token}/{folder.name}")
 
     def close(self) -> None:
-        """End the session: its writers end, too."""
+        """Close the session. Its writers then end as well."""
         if self._lease is not None:
             self._lease.stop()
         with suppress(CheckpointError):
@@ -189,12 +196,14 @@ class OpenSession:
         self._lease.put()
 
     def _delete_below(self, folder: str) -> None:
-        if self.sessions.local_folder is not None:  # with drafts and folders of killed writers
+        if self.sessions.local_folder is not None:
+            # On a disk this also deletes temporary files and folders of killed writers.
             LocalStore(self.sessions.local_folder / folder).delete_all()
         else:
             self.sessions.delete([stored.name for stored in self.sessions.list(folder)])
 
     def _ready(self, step: int) -> set[str]:
+        """Return the names of the writers that have handed in their files for `step`."""
         below = self.sessions.within(f"{self.session.token}/{step}")
         if below.local_folder is not None:
             names = [folder.name for folder in below.list_folder().folders]
@@ -207,16 +216,16 @@ class OpenSession:
         return ready
 
     def _why_ended(self, name: str) -> str:
+        """Return that the process of a writer has ended, or "" if it has not as far as known."""
         if self.sessions.local_folder is None:
             return ""
-        facts = read_mark(self.sessions, mark_of(self.session, name))
-        if facts and is_gone(facts):
-            return (
-                f"its process {facts.get('pid')} on {facts.get('host')} has ended; start it again"
-            )
+        mark = read_mark(self.sessions, mark_of(self.session, name))
+        if mark and is_gone(mark):
+            return f"its process {mark.get('pid')} on {mark.get('host')} has ended; start it again"
         return ""
 
     def _why_late(self, name: str) -> str:
+        """Return that a writer has not joined, or has handed in nothing, before the timeout."""
         mark = mark_of(self.session, name)
         if self.sessions.stat(mark) is None:
             return f"has not joined within {self.timeout_seconds:g} s; start it, or invite others"
@@ -227,9 +236,9 @@ class OpenSession:
         )
 
     def _checkpoint_with(self, file: FileRecord, last: str) -> Store:
-        """Return the checkpoint `last`, which has `file`.
+        """Return the folder of the checkpoint `last`, which has `file`.
 
-        If `last` is deleted, the newest checkpoint is returned if it has the file, too.
+        If it was deleted, the folder of the newest checkpoint is returned if it has the same file.
         """
         checkpoint = LastCheckpoint(last, "", None).place(self.run).folder
         if checkpoint.stat(file.path) is None and self.session.last is not None:
@@ -240,7 +249,11 @@ class OpenSession:
         return checkpoint
 
     def _take(self, step: int, name: str, stage: Store) -> tuple[list[FileRecord], str]:
-        """Take the files of a writer into the stage; return their records and a problem, if any."""
+        """Copy the files of a writer into the stage.
+
+        Returns their records and "", or [] and a problem for which the writer is the cause. Raises
+        TargetError if the stage cannot be written.
+        """
         below = self.sessions.within(handed_folder(self.session, step, name))
         try:
             handed = as_record(json.loads(read_text(below, HANDED)), HandedIn)
@@ -252,32 +265,34 @@ class OpenSession:
         for file in handed.files:
             if not is_inside(file.path):
                 return [], f"{file.path!r}: no path of a file"
-            goal = f"{PARTS}/{name}/{file.path}"
+            staged_path = f"{PARTS}/{name}/{file.path}"
             try:
                 if file.linked and handed.last is not None:
-                    source = self._checkpoint_with(replace(file, path=goal), handed.last)
-                    path = goal
+                    source = self._checkpoint_with(replace(file, path=staged_path), handed.last)
+                    path = staged_path
                 else:
-                    source, path = below, file.path
-                if not stage.copy(path, goal, source):
+                    source = below
+                    path = file.path
+                if not stage.copy(path, staged_path, source):
                     with closing(source.open(path)) as opened:
-                        copy_object(opened, stage, goal)
-                is_whole = _is_whole(stage, goal, file)
+                        copy_object(opened, stage, staged_path)
+                is_whole = _is_whole(stage, staged_path, file)
             except TargetError:
-                raise  # the stage cannot be written: the writer is not the cause
+                raise  # the stage cannot be written, so the writer is not the cause
             except CheckpointError as error:
                 return [], str(error)
             if not is_whole:
                 return [], f"{source.where(path)}: not the bytes that were handed in"
-            records.append(replace(file, path=goal))
+            records.append(replace(file, path=staged_path))
         return records, ""
 
 
 def _is_whole(stage: Store, name: str, file: FileRecord) -> bool:
+    """Check whether the stage has the file `name` with the size and digest of `file`."""
     stored = stage.stat(name)
     if stored is None or stored.size_bytes != file.size_bytes:
         return False
-    # the commit of a bucket compares its objects
+    # The digests of objects in a bucket are compared by the commit.
     return stage.local_folder is None or read_record(stage, name).digest == file.digest
 
 
@@ -290,9 +305,9 @@ def open_session(
 ) -> OpenSession:
     """Open a session for `writers`, whose processes continue from the checkpoint at `start`.
 
-    True stands for an optional writer. Raises WriterError for writers without a part there, and
-    parts without a writer, that `allow` does not name; TargetError while another process has a
-    session open.
+    `writers` has, by name, whether the writer is optional. Raises WriterError for a writer without
+    a part in that checkpoint, and for a part without a writer, unless `allow` names it. Raises
+    TargetError while another process has a session open.
     """
     check_writer_names(writers)
     optional = tuple(name for name, is_optional in writers.items() if is_optional)
@@ -320,6 +335,10 @@ def _last_checkpoint(run: Place, checkpoint: Place) -> tuple[LastCheckpoint, Man
 def _compare_with_parts(
     last: LastCheckpoint, writers: Sequence[str], parts: set[str], allowed: set[str]
 ) -> None:
+    """Raise WriterError for writers without a part, and for parts without a writer.
+
+    The members of a group count as one, because a group may have another number of members.
+    """
     lacking = _without_group(writers, parts, allowed)
     uninvited = _without_group(sorted(parts), writers, allowed)
     problems = [f"no part of writer {name}" for name in lacking]
@@ -332,11 +351,12 @@ def _compare_with_parts(
 
 
 def _without_group(names: Sequence[str], members: Collection[str], allowed: set[str]) -> list[str]:
-    """Return the names whose group is not among those of `members`, and that are not allowed."""
+    """Return the names whose group has none of `members`, unless the name or group is allowed."""
     groups = {_group_of(name) for name in members}
     missing = [name for name in names if _group_of(name) not in groups]
     return [name for name in missing if allowed.isdisjoint({name, _group_of(name)})]
 
 
 def _group_of(name: str) -> str:
+    """Return the name of a writer without the number of a group's member."""
     return re.sub(r"-\d+$", "", name)

@@ -1,19 +1,21 @@
-"""The session of a run: its writers, other processes, hand in their parts of each checkpoint.
+"""Defines the files through which writers hand in their state to the trainer of a run.
 
-A session consists of files below the folder of the run, on a disk or in a bucket:
+A writer is a process other than the trainer whose state is in each checkpoint of the run. The
+trainer and its writers share a session. It consists of files in the folder of the run, on a disk or
+in a bucket:
 
-    .ft_ckpt-writers/session.json              the open session; written by the trainer alone
-    .ft_ckpt-writers/TOKEN/joined/NAME         the mark of the process that is the writer NAME
-    .ft_ckpt-writers/TOKEN/STEP/NAME/...       the files that NAME hands in for STEP
-    .ft_ckpt-writers/TOKEN/STEP/NAME/HANDED    their list with digests, written last
+    .ft_ckpt-writers/session.json                the open session, written only by the trainer
+    .ft_ckpt-writers/TOKEN/joined/NAME           the mark of the process that is the writer NAME
+    .ft_ckpt-writers/TOKEN/STEP/NAME/...         the files that NAME hands in for STEP
+    .ft_ckpt-writers/TOKEN/STEP/NAME/handed.json their list with digests, written last
 
-The trainer requests a step in session.json, waits for HANDED of each writer, and takes the files
-into the stage of its save, below state/writers/NAME. So they are files of one checkpoint, which one
-manifest commits. Every start of the trainer, and every resume, opens a session with a new token:
-files of an earlier session are never used.
+The trainer requests a step in session.json and waits for handed.json of each writer. Then it copies
+the files into the staging folder of its save, below state/writers/NAME. So they are files of one
+checkpoint, which one manifest commits. Every start of the trainer, and every resume, opens a
+session with a new token, so that files of an earlier session are never used.
 
-The age of a mark is measured by the store's clock alone. Process liveness is decided as for other
-marks, see `leases`.
+A mark is a file that a process renews while it lives; see `leases`. The age of a mark is measured
+only by the clock of the store.
 """
 
 import json
@@ -31,37 +33,56 @@ from ft_ckpt.storage import PREFIX, Store, read_text
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place, open_place
 
-SESSIONS = f"{PREFIX}writers"  # folder of the sessions, in the folder of a run
-SESSION, HANDED = "session.json", "handed.json"
-PARTS = "state/writers"  # folder of the parts of writers, in a checkpoint
-STATE_FILE = "state.safetensors"  # state of a writer, in its folder
+SESSIONS = f"{PREFIX}writers"  # the folder of sessions in the folder of a run
+SESSION = "session.json"
+HANDED = "handed.json"
+PARTS = "state/writers"  # the folder of all writers in a checkpoint
+STATE_FILE = "state.safetensors"  # the state of a writer in its folder
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
-_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.005, 0.2  # between polls of a disk
+# The pauses between polls of a disk grow from the first to the maximum.
+_FIRST_PAUSE_SECONDS = 0.005
+_MAX_PAUSE_SECONDS = 0.2
 _BUCKET_PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class LastCheckpoint:
-    """The checkpoint from which a process that joins now must continue."""
+    """The checkpoint from which a process that joins now must continue.
 
-    path: str  # its name in the folder of the run; its location if it is elsewhere
-    identity: str  # see OpenCheckpoint
+    Attributes:
+        path: Its name in the folder of the run, or its location if it is elsewhere.
+        identity: The digest of its manifest; see `OpenCheckpoint`.
+        step: Its step.
+    """
+
+    path: str
+    identity: str
     step: int | None
 
     def place(self, run: Place) -> Place:
         """Return the place of the checkpoint, for a process that sees the run at `run`."""
-        return Place(run.folder, self.path) if "/" not in self.path else open_place(self.path)
+        if "/" in self.path:
+            return open_place(self.path)
+        return Place(run.folder, self.path)
 
 
 @dataclass(frozen=True)
 class Session:
-    """The contents of session.json."""
+    """The contents of session.json.
+
+    Attributes:
+        token: A random text that distinguishes the session from others.
+        writers: The names of all writers.
+        optional: The writers without which a checkpoint may be committed.
+        last: The checkpoint from which the trainer continues, or which it saved last.
+        asked: The step whose state the trainer requests, if it waits for one.
+    """
 
     token: str
     writers: tuple[str, ...]
-    optional: tuple[str, ...]  # a checkpoint may be committed without these
+    optional: tuple[str, ...]
     last: LastCheckpoint | None
-    asked: int | None = None  # the step whose state is requested
+    asked: int | None = None
 
     def group(self, name: str) -> tuple[str, ...]:
         """Return the writers `name`-0, `name`-1, ..."""
@@ -71,14 +92,17 @@ class Session:
 
 @dataclass(frozen=True)
 class HandedIn:
-    """The contents of HANDED: the files of one writer for one step, or an error.
+    """The contents of handed.json: the files of one writer for one step, or an error.
 
-    The error is one that a function of the writer raised.
+    Attributes:
+        files: The records of the files. A `linked` file is not handed in, because the checkpoint
+            `last` has it with the same bytes.
+        last: The path of that checkpoint, as in `LastCheckpoint`.
+        error: The error that a function of the writer raised.
     """
 
-    # a `linked` file is not handed in: it equals that of the checkpoint `last`
     files: tuple[FileRecord, ...] = ()
-    last: str | None = None  # path of that checkpoint, as in `LastCheckpoint`
+    last: str | None = None
     error: str | None = None
 
 
@@ -88,14 +112,14 @@ def sessions_of(run: Store) -> Store:
 
 
 def read_session(sessions: Store) -> Session | None:
-    """Read the session in session.json, which may have ended; return None without one."""
+    """Read session.json. Returns None if it cannot be read. The session may have ended."""
     with suppress(CheckpointError, FieldError, ValueError):
         return as_record(json.loads(read_text(sessions, SESSION)), Session)
     return None
 
 
 def mark_of(session: Session, name: str) -> str:
-    """Return the name of the mark of the writer `name`."""
+    """Return the name of the file that is the mark of the writer `name`."""
     return f"{session.token}/joined/{name}"
 
 
@@ -116,15 +140,21 @@ def is_open(sessions: Store) -> bool:
 
 
 def pauses(store: Store) -> Iterator[float]:
-    """Yield seconds to sleep between polls of `store`, which grow to a limit."""
-    pause = _BUCKET_PAUSE_SECONDS if store.local_folder is None else _FIRST_PAUSE_SECONDS
+    """Yield the seconds to sleep between polls of `store`.
+
+    They grow up to a maximum on a disk, and stay the same in a bucket.
+    """
+    if store.local_folder is None:
+        while True:
+            yield _BUCKET_PAUSE_SECONDS
+    pause = _FIRST_PAUSE_SECONDS
     while True:
         yield pause
-        pause = max(pause, min(1.5 * pause, _MAX_PAUSE_SECONDS))
+        pause = min(1.5 * pause, _MAX_PAUSE_SECONDS)
 
 
 def check_writer_names(names: Iterable[str]) -> None:
-    """Raise ConfigError for invalid or repeated names of writers, and for none."""
+    """Raise ConfigError for invalid or repeated names of writers, and if there are none."""
     names = list(names)
     wrong = [repr(name) for name in names if not isinstance(name, str) or not _NAME.fullmatch(name)]
     wrong += sorted({f"{name!r} twice" for name in names if names.count(name) > 1})
@@ -148,14 +178,14 @@ def files_by_writer(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
 def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list[str]]:
     """Divide the parts of a checkpoint among the writers of a group.
 
-    A writer gets the parts of its own name, and the remaining parts in turns. With four parts and
-    two writers, writer 0 gets parts 0 and 2, writer 1 gets parts 1 and 3.
+    A writer gets the part of its own name. The remaining parts are dealt out in turn. For example,
+    with four parts and two writers, writer 0 gets parts 0 and 2, and writer 1 gets parts 1 and 3.
     """
     assigned: dict[str, list[str]] = {}
     for name in writers:
         assigned[name] = [name] if name in parts else []
-    absent = [part for part in parts if part not in assigned]
-    for number, part in enumerate(absent):
+    remaining = [part for part in parts if part not in assigned]
+    for number, part in enumerate(remaining):
         assigned[writers[number % len(writers)]].append(part)
     return assigned
 
@@ -166,5 +196,5 @@ def is_same_content(record: FileRecord, other: FileRecord) -> bool:
 
 
 def handed_to_json(handed: HandedIn) -> bytes:
-    """Encode the text of HANDED."""
+    """Encode the contents of handed.json."""
     return json.dumps(asdict(handed)).encode()

@@ -1,4 +1,7 @@
-"""`Writer`: hands in the part of its process in each checkpoint of a run."""
+"""Hands in the state of a process for each checkpoint of a run that another process trains.
+
+`session_files` describes the session that a `Writer` joins.
+"""
 
 import os
 import threading
@@ -56,25 +59,28 @@ from ft_ckpt.storage.local import make_like
 from ft_ckpt.storage.places import Place, open_place
 from ft_ckpt.values import whole_step
 
+# Divides parts among writers: (names of parts, names of writers) -> parts by writer.
 Rule = Callable[[Sequence[str], Sequence[str]], Mapping[str, Sequence[str]]]
-_LIVE_SECONDS = 2.0  # between checks that the trainer's process is alive
+# How often a writer checks that the trainer's process is alive.
+_LIVE_SECONDS = 2.0
 
 
 class Writer:
     """Hands in the state of this process as a part of a trainer's checkpoints.
 
-    The trainer commits them in another process. `run`: the directory of its `CheckpointSaver`, as
-    this machine sees it, or its URL. `name`: a name that the trainer invites
-    (`CheckpointSaver.invite`); with `index`, member `index` of the group `name`. Waits up to
-    `timeout_seconds` for the trainer's session, or for the session with the token `session`.
+    The trainer is another process, which commits the checkpoints. `run`: the directory of its
+    `CheckpointSaver`, as this machine sees it, or its URL. `name`: a name that the trainer invites
+    by `CheckpointSaver.invite`. `index`: the number of this writer if `name` is that of a group.
+    The constructor waits up to `timeout_seconds` for a session of the trainer, or for the session
+    with the token `session`.
 
-    A checkpoint gets the state that a function of `provide` returns when the trainer asks, or that
-    `put` hands in for its step. `resume` gives the part of the checkpoint that the trainer
-    continues from. When the trainer ends or resumes, the session is over: `ended` is true, and a
-    new `Writer` joins the next one.
+    The state in a checkpoint is what a function of `provide` returns when the trainer asks for it,
+    or what `put` hands in for the step. `resume` returns the state in the checkpoint from which the
+    trainer continues. The session is over when the trainer ends or resumes. Then `ended` is True,
+    and a new `Writer` can join the next session.
 
-    Raises ConfigError for an invalid name, index or timeout; WriterError if the name is not invited
-    or in use by another living process, or if there is no session in time.
+    Raises ConfigError for an invalid name, index or timeout. Raises WriterError if the name is not
+    invited, if another living process has it, or if there is no session in time.
     """
 
     def __init__(
@@ -99,7 +105,8 @@ class Writer:
         self.name = name if index is None else f"{name}-{index}"
         self._group = None if index is None else name
         self._sessions = sessions_of(self.run.folder)
-        self._lock, self._over = threading.RLock(), threading.Event()
+        self._lock = threading.RLock()
+        self._over = threading.Event()
         self._session = self._await_session(session, timeout_seconds)
         self._lease = self._join()
         self._provided: tuple[Callable[[], Any] | None, Callable[[], Files] | None] | None = None
@@ -121,12 +128,17 @@ class Writer:
 
     @property
     def asked(self) -> int | None:
-        """The step whose state the trainer waits for, unless this writer has handed it in."""
+        """The step whose state the trainer waits for.
+
+        None if the trainer does not wait, or if this writer has handed in the step.
+        """
         step = self._session.asked
-        return None if self.ended or step in self._handed else step
+        if self.ended or step in self._handed:
+            return None
+        return step
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the session is over, at most `timeout` seconds; returns whether it is."""
+        """Wait at most `timeout` seconds until the session is over. Returns whether it is."""
         return self._over.wait(timeout)
 
     def provide(
@@ -134,8 +146,8 @@ class Writer:
     ) -> None:
         """Let a thread call these functions whenever the trainer asks, and hand in their results.
 
-        The results go to `put`. They run in a thread, so they must lock what other threads change.
-        If one raises, the trainer's save fails with its error.
+        The functions return what `put` takes. They run in another thread, so they must lock what
+        other threads change. If one raises, the trainer's save fails with its error.
         """
         if state is None and files is None:
             raise ConfigError("provide(): expected a function for the state, or for files, or both")
@@ -145,11 +157,12 @@ class Writer:
         """Hand in the state of this process at `step`, before or after the trainer asks for it.
 
         `state`: any nesting that `ft_ckpt.save` takes. `files`: files or bytes by their path in the
-        part; a file that is in the last checkpoint already, with equal bytes, is not stored again.
+        part of this writer. A file that the last checkpoint has with the same bytes is not stored
+        again.
 
-        Raises ConfigError unless `step` is a whole number from 0 on and `files` a mapping;
-        WriterError if the session is over, or for a step that was handed in or committed before;
-        what `ft_ckpt.save` raises for a state that cannot be stored.
+        Raises ConfigError unless `step` is a whole number from 0 on and `files` a mapping. Raises
+        WriterError if the session is over, or if the step was handed in or committed before. For a
+        state that cannot be stored it raises what `ft_ckpt.save` raises.
         """
         step = whole_step(step)
         if files is not None and not isinstance(files, Mapping):
@@ -171,15 +184,19 @@ class Writer:
     def resume(
         self, folder: str | os.PathLike[str] | None = None, *, rule: Rule = default_rule
     ) -> Part | None:
-        """Return this writer's part of the checkpoint that the trainer resumed from, or last saved.
+        """Return this writer's part of the checkpoint from which the trainer resumed.
 
-        Returns None if there is no such part. Files of the part are copied into `folder`/NAME. In a
-        group, `rule` divides the parts of the checkpoint among the invited writers: it is called
-        with the names of both and returns the parts by writer. By default each writer gets its own
-        part, and the parts of absent writers are distributed in turn. All digests are compared.
+        If the trainer has saved since, it is the last checkpoint that it saved. Returns None if
+        there is no checkpoint. Files of the part are copied into `folder`/NAME. All digests are
+        compared.
 
-        Raises WriterError if the checkpoint is not that of the session, or the part has files and
-        `folder` is None; what `ft_ckpt.load` raises for damaged files.
+        In a group, `rule` divides the parts of the checkpoint among the invited writers. It is
+        called with the names of the parts and of the writers, and returns the parts by writer. By
+        default each writer gets its own part, and the parts of absent writers are dealt out in
+        turn.
+
+        Raises WriterError if the checkpoint is not that of the session, or if the part has files
+        and `folder` is None. For damaged files it raises what `ft_ckpt.load` raises.
         """
         self._refuse_over()
         self._session = self._current() or self._session
@@ -194,13 +211,14 @@ class Writer:
                 )
             parts = files_by_writer(checkpoint.manifest)
             paths: dict[str, list[str]] = {}
-            stored: set[str] = set()
+            stored_paths: set[str] = set()
             has_files = False
             for name in self._assigned_parts(list(parts), rule):
                 paths[name] = [file.path for file in parts[name]]
-                stored.update(f"{PARTS}/{name}/{path}" for path in paths[name])
-                has_files = has_files or any(path != STATE_FILE for path in paths[name])
-            checkpoint.refuse_damaged(stored)
+                stored_paths.update(f"{PARTS}/{name}/{path}" for path in paths[name])
+                if any(path != STATE_FILE for path in paths[name]):
+                    has_files = True
+            checkpoint.refuse_damaged(stored_paths)
             states = load_states(checkpoint, paths)
             if has_files and folder is None:
                 raise WriterError(
@@ -227,6 +245,7 @@ class Writer:
         self.close()
 
     def _await_session(self, token: str | None, timeout_seconds: float) -> Session:
+        """Wait for an open session, and return it. Raises WriterError after the timeout."""
         deadline = time.monotonic() + timeout_seconds
         pause = pauses(self._sessions)
         while True:
@@ -248,6 +267,7 @@ class Writer:
             time.sleep(next(pause))
 
     def _join(self) -> ExclusiveLease:
+        """Create the mark of this writer. Raises WriterError if a living process has it."""
         mark = mark_of(self._session, self.name)
         lease = ExclusiveLease(self._sessions, mark)
         try:
@@ -264,6 +284,7 @@ class Writer:
         return lease
 
     def _assigned_parts(self, parts: Sequence[str], rule: Rule) -> list[str]:
+        """Return the names of the parts that this writer gets from a checkpoint."""
         if self._group is None:
             return [self.name] if self.name in parts else []
         numbered: list[tuple[int, str]] = []
@@ -271,24 +292,24 @@ class Writer:
             group, _, number = part.rpartition("-")
             if group == self._group and number.isdecimal():
                 numbered.append((int(number), part))
-        of_group = [part for _, part in sorted(numbered)]
-        assigned = rule(of_group, self._session.group(self._group))
+        parts_of_group = [part for _, part in sorted(numbered)]
+        assigned = rule(parts_of_group, self._session.group(self._group))
         return list(assigned.get(self.name, ()))
 
     def _current(self) -> Session | None:
-        """Return the session now, or None if it cannot be read.
+        """Read session.json. Returns None if it cannot be read at the moment.
 
-        If the session is over, this writer is ended and WriterError raised.
+        If the session is over, this writer is ended, and WriterError is raised.
         """
         session = read_session(self._sessions)
         if session is not None and session.token == self._session.token:
             return session
         if session is not None or self._sessions.stat(SESSION) is None:
-            # A resuming trainer has no session for a moment, so an end cannot be told from a new
-            # start here.
+            # A trainer that resumes has no session for a moment, so here an end looks like a new
+            # start.
             self._end("the trainer has ended or begun again")
             self._refuse_over()
-        return None  # not readable now
+        return None
 
     def _end(self, reason: str) -> None:
         with self._lock:
@@ -305,9 +326,9 @@ class Writer:
             )
 
     def _watch(self) -> None:
-        """Follow the session, and hand in what is provided when the trainer asks."""
+        """Poll the session, and hand in what `provide` provides when the trainer asks."""
         pause = pauses(self._sessions)
-        version = ""  # of the session that was read last
+        version = ""  # the version of session.json that was read last
         checked_at = time.monotonic()
         while not self._over.wait(next(pause)):
             now = time.monotonic()
@@ -333,6 +354,7 @@ class Writer:
     def _hand_in_provided(
         self, step: int, state: Callable[[], Any] | None, files: Callable[[], Files] | None
     ) -> None:
+        """Call the provided functions, and hand in their results, or the error of one."""
         with self._lock:
             if step in self._handed:
                 return
@@ -352,7 +374,10 @@ class Writer:
                 warn(f"step {step}: writer {self.name} handed in nothing: {error!r}")
 
     def _hand_in(self, step: int, state: Any, files: Files) -> None:
-        """Write the files of a hand-over, and their list last."""
+        """Write the files for `step`, and their list last.
+
+        Raises WriterError without a state and files, and for paths that are reserved or outside.
+        """
         if state is None and not files:
             raise WriterError(
                 f"step {step}: writer {self.name} has neither a state nor files to hand in"
@@ -366,7 +391,7 @@ class Writer:
             )
         store = self._sessions.within(handed_folder(self._session, step, self.name))
         make_like(store, self.run.folder)
-        store = store.unsynced  # the commit of the trainer makes the files durable
+        store = store.unsynced  # no sync to disk, because the trainer's commit makes files durable
         committed = self._in_last_checkpoint()
         records = []
         if state is not None:
@@ -384,7 +409,7 @@ class Writer:
         self._handed.add(step)
 
     def _in_last_checkpoint(self) -> dict[str, FileRecord]:
-        """Return this writer's files in the last checkpoint, by path; {} if it was deleted."""
+        """Return this writer's files in the last checkpoint, by path, or {} if it was deleted."""
         last = self._session.last
         if last is None:
             return {}
