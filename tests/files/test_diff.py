@@ -72,7 +72,7 @@ def test_figures_are_those_of_the_whole(tmp_path_factory, count, slice_size, dty
     random = torch.randn(2, count, dtype=torch.complex64) * 1000
     one, other = (random if kind.is_complex else random.real).to(kind).contiguous()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "_SLICE", slice_size)
+        patch.setattr(room, "_SLICE_ELEMENTS", slice_size)
         found = differ(tmp_path_factory.mktemp("whole"), one, other)
     wide = torch.complex128 if one.is_complex() else torch.float64
     a, b = (

@@ -1,5 +1,5 @@
-"""Object stores: a bucket of S3, Google Cloud or Azure as a store of checkpoints.
+"""Stores checkpoints in a bucket of S3, Google Cloud or Azure.
 
-Nothing here depends on tensors, and nothing here imports torch. Begin at `object_store`, the
-store; `uploads` sends the bytes of a new object while they are written.
+Nothing here depends on tensors or imports torch. Begin at `object_store`. `uploads` sends the bytes
+of a new object while they are written.
 """

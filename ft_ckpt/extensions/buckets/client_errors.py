@@ -1,4 +1,4 @@
-"""Errors of the client, obstore: converted into those of this package, or retried."""
+"""Converts errors of the client, obstore, into those of this package, or retries the request."""
 
 import re
 from abc import ABC, abstractmethod
@@ -14,19 +14,20 @@ from ft_ckpt.storage import changed_object, missing_object
 
 ABSENT = (FileNotFoundError, exceptions.NotFoundError)
 TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
-_REFUSED = ("401", "403")  # status codes of refused credentials
+_REFUSED = ("401", "403")  # status codes for credentials that are refused
 _CLIENT = (exceptions.BaseError, OSError, ValueError)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # error codes of the services
-# messages of the client about a response that ended early
+# What the client says about a response that ended early.
 _CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjects response")
 _T = TypeVar("_T")
 
 
 class _ConvertingErrors(ABC):
-    """Converts errors of the client in its block.
+    """Converts errors of the client that are raised in its `with` block.
 
-    This is a class because an error that leaves a generator stays in a cycle of references, from
-    Python 3.12 on. Its traceback then keeps the tensors of a save until the next collection.
+    This is a class and not a generator. From Python 3.12 on, an error that leaves a generator stays
+    in a cycle of references, and its traceback keeps the tensors of a save until the next garbage
+    collection.
     """
 
     __slots__ = ("where",)
@@ -54,10 +55,9 @@ class _ConvertingErrors(ABC):
 
 
 class reading_object(_ConvertingErrors):  # noqa: N801 - reads as a statement where it is used
-    """Convert errors of the client in the block into those of this package.
+    """Converts errors of the client into MissingError, ConfigError or UnreadableError.
 
-    The errors become MissingError, ConfigError or UnreadableError, which also stands for another
-    version of the object.
+    UnreadableError is also raised if the object has another version than was requested.
     """
 
     __slots__ = ()
@@ -76,7 +76,7 @@ class reading_object(_ConvertingErrors):  # noqa: N801 - reads as a statement wh
 
 
 class writing_object(_ConvertingErrors):  # noqa: N801 - reads as a statement where it is used
-    """Convert errors of the client in the block into ConfigError or TargetError."""
+    """Converts errors of the client into ConfigError or TargetError."""
 
     __slots__ = ()
 
@@ -89,9 +89,10 @@ class writing_object(_ConvertingErrors):  # noqa: N801 - reads as a statement wh
 
 
 def client_reason(error: BaseException) -> str:
-    """Return status, code and message of the service, or the first line of the client's error.
+    """Return the reason of an error in words, without secrets.
 
-    The rest of the error is internal.
+    It is the status, the code and the message of the service, or else the first line of the
+    client's error. The other lines have internals of the client.
     """
     text = str(error)
     status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
@@ -110,7 +111,10 @@ def client_reason(error: BaseException) -> str:
 
 
 def until_whole(request: Callable[[], _T], max_attempts: int = 3) -> _T:
-    """Repeat `request` until its response is complete: the client does not retry cut-off bodies."""
+    """Repeat `request` until its response is complete, and return its result.
+
+    The client itself does not retry a response whose body ended early.
+    """
     attempt = 1
     while True:
         try:
@@ -123,15 +127,16 @@ def until_whole(request: Callable[[], _T], max_attempts: int = 3) -> _T:
 
 
 def refuse_missing_bucket(where: str, error: BaseException) -> None:
-    """Raise ConfigError if the bucket does not exist.
+    """Raise ConfigError if `error` says that the bucket does not exist.
 
-    The client raises the same error for a missing object.
+    The client raises an error of the same class for a missing object.
     """
     if any(code in str(error) for code in _NO_BUCKET):
         raise ConfigError(f"{where}: no such bucket; create it, or correct its name") from error
 
 
 def _refuse_bad_name(where: str, error: BaseException) -> None:
+    """Raise ConfigError if `error` says that no object can have this name."""
     if isinstance(error, exceptions.InvalidPathError) or "Could not parse path" in str(error):
         raise ConfigError(
             f"{where}: no name that an object can have ({client_reason(error)})"

@@ -1,10 +1,10 @@
-"""Options of obstore's clients: defaults, environment variables, and what a caller sets."""
+"""Combines the options of a client of obstore: defaults, environment variables, and a caller's."""
 
 import os
 from datetime import timedelta
 from typing import Any
 
-# prefix of the environment variables of each scheme; Azure's for all others
+# The prefix of the environment variables for each scheme. All other schemes are Azure's.
 _VARIABLES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}
 _CLIENT_SETTINGS = (
     "allow_http",
@@ -16,15 +16,17 @@ _CLIENT_SETTINGS = (
 )
 _ENDPOINT_OPTIONS = ("aws_endpoint_url", "aws_endpoint", "endpoint_url", "endpoint")
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-# of one request, by the client's own clock: a part of an upload may take minutes on a slow line
+# The time limit of one request. A part of an upload may take minutes on a slow line.
 _TIMEOUT = "3m"
-_RETRIES = {"retry_timeout": timedelta(minutes=30)}  # ten tries, some of which may time out
+# The time limit of all tries. There are ten, and some of them may time out.
+_RETRIES = {"retry_timeout": timedelta(minutes=30)}
 
 
 def client_options(url: str, **options: Any) -> dict[str, Any]:
-    """Combine defaults, environment variables and `options`; later ones override earlier ones.
+    """Return the options for the client of the bucket `url`.
 
-    The client itself merges none of them.
+    Environment variables override defaults, and `options` override both. The client itself does not
+    merge them.
     """
     prefix = _VARIABLES.get(url.partition("://")[0].lower(), "AZURE")
     client_settings = {"timeout": _TIMEOUT}
@@ -42,7 +44,7 @@ def client_options(url: str, **options: Any) -> dict[str, Any]:
 
 
 def _uses_tls(options: dict[str, Any]) -> bool:
-    """Check whether the transport protects what is sent, so that bodies need no signature."""
+    """Check whether requests are sent by TLS, so that their bodies need no signature."""
     config = {**options, **options.get("config", {})}
     endpoints = [config[name] for name in _ENDPOINT_OPTIONS if name in config]
     endpoints += [os.environ[name] for name in _ENDPOINT_VARIABLES if name in os.environ]

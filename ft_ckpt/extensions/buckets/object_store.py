@@ -1,7 +1,8 @@
-"""Stores in buckets, through obstore (S3, Google, Azure and compatible services).
+"""Reads and writes objects in buckets by obstore (S3, Google, Azure and compatible services).
 
-An object appears as a whole: by one request, or when its multipart upload is completed. Readers
-request the version that they opened, so an object that is overwritten meanwhile becomes an error.
+An object appears as a whole. It is written by one request, or appears when its multipart upload is
+completed. Readers request the version that they opened, so that a read raises an error if the
+object was overwritten after it was opened.
 """
 
 from collections.abc import Iterable
@@ -47,18 +48,23 @@ from ft_ckpt.storage import (
     refuse_other_length,
 )
 
-_FIRST_BYTES = 256 << 10  # read when an object is opened: latency equals the transfer of about 1 MB
-_WITHOUT_ETAG = "~"  # prefix of the version of an object that has none
+# How much is read when an object is opened. A request takes about as long as the transfer of 1 MB.
+_FIRST_BYTES = 256 << 10
+_WITHOUT_ETAG = "~"  # the first character of the version of an object without ETag
 
 
 @dataclass(frozen=True)
 class ObjectStore(RemoteStore):
-    """The objects of `client` below `prefix` ("" or a path with a slash at its end).
+    """The objects of a bucket whose names begin with a prefix.
 
-    `url` is for messages.
+    Attributes:
+        client: The client of the bucket.
+        url: The URL, for messages.
+        prefix: The prefix, which is "" or a path with a slash at its end.
     """
 
-    client: Any = field(repr=False)  # the repr of some clients panics
+    # The repr of some clients raises an error.
+    client: Any = field(repr=False)
     url: str
     prefix: str = ""
 
@@ -67,7 +73,7 @@ class ObjectStore(RemoteStore):
         """Open the store of the bucket `url`.
 
         `options` are those of `obstore.store.from_url`. memory://NAME is a store in the memory of
-        this process. Raises ConfigError.
+        this process. Raises ConfigError for an invalid URL or option.
         """
         has_bucket = bool(url.partition("://")[2].strip("/"))
         if has_bucket:
@@ -98,7 +104,7 @@ class ObjectStore(RemoteStore):
         return ObjectStore(self.client, self.where(folder), f"{self.prefix}{checked_name(folder)}/")
 
     def key(self, name: str) -> str:
-        """Return the name of an object in the client. Raises ConfigError for an invalid name."""
+        """Return the name of an object in the bucket. Raises ConfigError for an invalid name."""
         return self.prefix + checked_name(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -111,15 +117,16 @@ class ObjectStore(RemoteStore):
         """Open an object by reading its first bytes, so that a small one takes one request."""
         try:
             with reading_object(self.where(name)):
-                facts, first_bytes = until_whole(lambda: self._first_bytes(name))
+                metadata, first_bytes = until_whole(lambda: self._first_bytes(name))
         except UnreadableError as error:
             if "range" not in str(error).lower():
                 raise
             stored = self.stat(name)
             if stored is None or stored.size_bytes:
                 raise
-            return RemoteObject(self, name, 0, stored.version)  # an empty object has no range
-        stored = self._stored(facts)
+            # A request for a range of an empty object is an error.
+            return RemoteObject(self, name, 0, stored.version)
+        stored = self._stored(metadata)
         if len(first_bytes) != min(_FIRST_BYTES, stored.size_bytes):
             raise CorruptError(
                 f"{self.where(name)}: {len(first_bytes)} of its first bytes came; read it again"
@@ -129,8 +136,8 @@ class ObjectStore(RemoteStore):
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small object in one request.
 
-        With `create_only`, a lost response may become a NameTakenError although our bytes were
-        written: read them back where that matters.
+        With `create_only`, NameTakenError may be raised although this call wrote the bytes, if the
+        response was lost. Where this matters, read the bytes back.
         """
         if create_only:
             self._create(name, data)
@@ -141,7 +148,8 @@ class ObjectStore(RemoteStore):
     def create(self, name: str, size_bytes: int) -> "RemoteWriting":
         """Begin a multipart upload in the background.
 
-        Bytes behind a gap are kept in memory until the gap is filled.
+        Bytes may be written in any order. Those after a gap are kept in memory until the gap is
+        filled.
         """
         checked_name(name)
         return RemoteWriting(self, name, size_bytes)
@@ -151,7 +159,7 @@ class ObjectStore(RemoteStore):
             pages = until_whole(lambda: [*obstore.list(self.client, self._folder_key(prefix))])
         objects: list[Stored] = []
         for page in pages:
-            objects += [self._stored(facts) for facts in page]
+            objects += [self._stored(metadata) for metadata in page]
         return sorted(objects, key=lambda stored: stored.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
@@ -163,7 +171,7 @@ class ObjectStore(RemoteStore):
         folder_keys = [str(key).rstrip("/") for key in answer["common_prefixes"]]
         names = sorted(key.rpartition("/")[2] for key in folder_keys)
         folders = tuple(Folder(name, self.where(parent + name)) for name in names)
-        objects = [self._stored(facts) for facts in answer["objects"]]
+        objects = [self._stored(metadata) for metadata in answer["objects"]]
         objects.sort(key=lambda stored: stored.name)
         return FolderListing(bool(folders or objects), folders, tuple(objects))
 
@@ -175,7 +183,10 @@ class ObjectStore(RemoteStore):
             return None
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
-        """Copy an object on the server; return False between two clients."""
+        """Copy an object within the service. Returns False if this is not possible.
+
+        It is not possible between two clients.
+        """
         source_store: Store = self if source is None else source
         other_key = self.key(other)
         if not isinstance(source_store, ObjectStore) or source_store.client is not self.client:
@@ -194,7 +205,8 @@ class ObjectStore(RemoteStore):
         with writing_object(self.url):
             try:
                 until_whole(lambda: obstore.delete(self.client, keys))
-            except ABSENT as error:  # some services stop at the first missing object
+            except ABSENT as error:
+                # Some services stop at the first missing object, so each is deleted alone.
                 refuse_missing_bucket(self.url, error)
                 for key in keys:
                     with suppress(*ABSENT):
@@ -212,6 +224,7 @@ class ObjectStore(RemoteStore):
         return answer.meta, bytes(answer.bytes())
 
     def _create(self, name: str, data: bytes, max_attempts: int = 3) -> None:
+        """Write a new object. Raises NameTakenError if there is one of this name."""
         try:
             with writing_object(self.where(name)):
                 obstore.put(self.client, self.key(name), data, mode="create", use_multipart=False)
@@ -224,33 +237,35 @@ class ObjectStore(RemoteStore):
                 ) from error
             if max_attempts == 1:
                 raise
-            self._create(name, data, max_attempts - 1)  # lost against a writer that then failed
+            # Another writer was first, but failed.
+            self._create(name, data, max_attempts - 1)
 
     def _folder_key(self, folder: str) -> str | None:
         return self.key(folder) if folder else self.prefix or None
 
-    def _stored(self, facts: Any) -> Stored:
-        # whole seconds, as a HEAD response gives it
-        modified = float(int(facts["last_modified"].timestamp()))
-        etag = facts.get("e_tag")
-        # Azure's listings do not quote it, its other responses do
+    def _stored(self, metadata: Any) -> Stored:
+        """Return the description of an object from the metadata that the client returns."""
+        # Listings have fractions of seconds, but HEAD responses do not.
+        modified = float(int(metadata["last_modified"].timestamp()))
+        etag = metadata.get("e_tag")
+        # Azure's listings have the ETag without quotes, its other responses with quotes.
         if etag is not None and etag.startswith("0x"):
             etag = f'"{etag}"'
-        name = facts["path"].removeprefix(self.prefix)
-        size_bytes = facts["size"]
+        name = metadata["path"].removeprefix(self.prefix)
+        size_bytes = metadata["size"]
         version = etag or f"{_WITHOUT_ETAG}{modified}-{size_bytes}"
         return Stored(name, size_bytes, modified, version, etag)
 
 
 @dataclass
 class RemoteObject:
-    """An open object of a bucket."""
+    """An open object of a bucket. `first_bytes` were read when it was opened."""
 
     store: ObjectStore
     name: str
     size_bytes: int
     version: str
-    first_bytes: bytes = field(default=b"", repr=False)  # read when it was opened
+    first_bytes: bytes = field(default=b"", repr=False)
     can_map = False
 
     @property
@@ -273,7 +288,7 @@ class RemoteObject:
         with reading_object(self.where):
             answer = obstore.get(self.store.client, self.store.key(self.name), options=options)
             content = answer.bytes()
-        # some services ignore conditions
+        # Some services ignore the condition, so the version is compared again.
         if has_version and answer.meta["e_tag"] != self.version:
             raise changed_object(self.where)
         refuse_other_length(self.where, start, len(content), len(memory))
@@ -288,4 +303,4 @@ class RemoteObject:
             raise changed_object(self.where)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing, because there is nothing to release."""

@@ -1,4 +1,7 @@
-"""Multipart uploads in the background: bytes are written in any order and sent in theirs."""
+"""Sends an object to a bucket by a multipart upload in the background.
+
+The caller writes bytes in any order. A thread sends them in the order of the object.
+"""
 
 import threading
 from collections import deque
@@ -15,30 +18,40 @@ if TYPE_CHECKING:
     from ft_ckpt.extensions.buckets.object_store import ObjectStore
 
 
-_PART_BYTES, _MAX_PARTS = 16 << 20, 10_000  # of an upload; the limit is S3's
-_STREAMS = 4  # parts of one upload that are sent in parallel
+_PART_BYTES = 16 << 20
+_MAX_PARTS = 10_000  # S3 allows no more parts in an upload
+_STREAMS = 4  # how many parts of an upload are sent in parallel
 
 
 def size_of_parts(size_bytes: int) -> int:
-    """Return the bytes of each part of the upload of an object; each part is one request."""
-    return max(_PART_BYTES, -(-size_bytes // _MAX_PARTS))
+    """Return the size of each part of an upload. Each part is one request."""
+    smallest_bytes = (size_bytes + _MAX_PARTS - 1) // _MAX_PARTS
+    return max(_PART_BYTES, smallest_bytes)
 
 
 @dataclass
 class RemoteWriting:
-    """An upload in progress: a thread takes the bytes in order and sends them."""
+    """An upload in progress.
+
+    Attributes:
+        _ahead: Bytes after a gap, by their offset.
+        _ready: Bytes that can be sent, in order.
+        _arrived: The number of bytes that were written without a gap.
+        _waiting: The number of bytes in `_ready`.
+        _etag: The ETag in the response of the service.
+    """
 
     store: "ObjectStore"
     name: str
     size_bytes: int
-    _ahead: dict[int, bytes] = field(default_factory=dict)  # beyond a gap
+    _ahead: dict[int, bytes] = field(default_factory=dict)
     _ready: deque[bytes] = field(default_factory=deque)
-    _arrived: int = 0  # bytes without a gap
-    _waiting: int = 0  # bytes in `_ready`, not yet taken by the client
+    _arrived: int = 0
+    _waiting: int = 0
     _has_ended: bool = False
     _is_abandoned: bool = False
     _error: BaseException | None = None
-    _etag: str | None = None  # of the upload, from the response
+    _etag: str | None = None
     _change: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
 
@@ -48,7 +61,7 @@ class RemoteWriting:
         self._thread.start()
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Write bytes; block until less than a part is waiting to be sent."""
+        """Write bytes. Blocks until less than a part is waiting to be sent."""
         if offset + len(memory) > self.size_bytes:
             raise IncompleteError(
                 f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}"
@@ -85,7 +98,7 @@ class RemoteWriting:
         self._end()
 
     def _queue_arrived(self) -> None:
-        """Queue the pieces that continue the bytes without a gap."""
+        """Queue the bytes that continue those that have arrived, without a gap."""
         while self._arrived in self._ahead:
             piece = self._ahead.pop(self._arrived)
             self._ready.append(piece)
@@ -110,7 +123,7 @@ class RemoteWriting:
     def _upload(self) -> None:
         client, key = self.store.client, self.store.key(self.name)
         try:
-            # an empty stream is not possible
+            # The client cannot send an empty stream.
             if not self.size_bytes and self._next_piece() is None:
                 obstore.put(client, key, b"", use_multipart=False)
                 return
@@ -129,9 +142,11 @@ class RemoteWriting:
                 self._change.notify_all()
 
     def _next_piece(self) -> bytes | None:
+        """Wait for the next bytes to send, and return them, or None at the end."""
         with self._change:
             self._change.wait_for(lambda: self._ready or self._has_ended)
-            if self._is_abandoned:  # an error in the iterator makes the client abort the upload
+            if self._is_abandoned:
+                # An error in the iterator makes the client abort the upload.
                 raise InterruptedError("the upload is dropped")
             if not self._ready:
                 return None

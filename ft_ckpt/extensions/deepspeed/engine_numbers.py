@@ -1,4 +1,4 @@
-"""The numbers that DeepSpeed keeps besides tensors: its counters, and those of the loss scaler."""
+"""Captures and restores the numbers that DeepSpeed keeps: its counters, and its loss scaler."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True, eq=False)
 class EngineCounters:
-    """The counters of a DeepSpeed engine: steps, skipped steps, samples and micro-batches.
+    """Captures the counters of a DeepSpeed engine: steps, skipped steps, samples, micro-batches.
 
     Samples are those of all ranks.
     """
@@ -26,13 +26,13 @@ class EngineCounters:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         for name in _COUNTERS:
             setattr(self.engine, name, state[name])
-        # micro-batches are recounted if the number per step has changed
+        # Micro-batches are converted, because their number per step may have changed.
         steps, rest = divmod(state["micro_steps"], state["accumulation"])
         self.engine.micro_steps = steps * self.engine.gradient_accumulation_steps() + rest
 
 
 def scaler_numbers(optimizer: Any) -> dict[str, Any]:
-    """Return the variables of the dynamic loss scaler, DeepSpeed's or torch's; {} without one."""
+    """Return the variables of the dynamic loss scaler of DeepSpeed or torch, or {} without one."""
     torch_scaler = optimizer.torch_autocast_gradscaler
     if torch_scaler is not None:
         return {key: encode_value(value) for key, value in torch_scaler.state_dict().items()}
@@ -43,10 +43,7 @@ def scaler_numbers(optimizer: Any) -> dict[str, Any]:
 
 
 def restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
-    """Restore the `scaler_numbers` of a loss scaler of the same kind.
-
-    Ignore those of another kind.
-    """
+    """Restore the `scaler_numbers` of a loss scaler. Those of another kind are ignored."""
     values = {key: decode_value(value) for key, value in stored.items()}
     if set(values) != set(scaler_numbers(optimizer)):
         return  # the precision or the scaler has changed

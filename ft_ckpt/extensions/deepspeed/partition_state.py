@@ -1,7 +1,9 @@
-"""The inner optimizer's state of ZeRO's flat partitions: its description, sources and restoration.
+"""Describes, reads and restores the state that ZeRO's inner optimizer has for one partition.
 
-Each parameter has a run in a partition. Its part of a buffer that is laid out like the partition is
-described with the shape of the parameter; a number, such as the step, is one for all parameters.
+A partition is a flat buffer with elements of several parameters; see `zero`. The elements of one
+parameter are its run. The state has other buffers with the same layout, such as Adam's momentum,
+and numbers, such as the step. A buffer is described for each parameter, with the shape of the
+parameter. A number is the same for all parameters of a partition.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,19 +20,23 @@ from ft_ckpt.formats.trees import decode_value
 from ft_ckpt.ranks.sharding import ReplicatedSharding, Source, held_source
 from ft_ckpt.runs.optimizers import Description, encode_if_plain, parameter_of
 
-MASTER = "master"  # key of the float32 weights from which ZeRO makes half-precision ones
+# The key of the float32 weights from which ZeRO makes the half-precision weights.
+MASTER = "master"
 
 
 @dataclass(frozen=True, eq=False)
 class Fills:
-    """How the elements of a source are read: `now`, or `later` together with others."""
+    """Two functions that read the elements of a source: `now`, or `later` together with others."""
 
     now: Callable[[Source], Any]
     later: Callable[[Source], Any]
 
 
 def describe_state(inner: Any, partitions: list[Partition]) -> dict[str, dict[str, Any]]:
-    """Return the entries of each parameter's state."""
+    """Return the entries of the state, by name of the parameter and key.
+
+    Raises SelectionError for values that cannot be stored.
+    """
     state: dict[str, dict[str, Any]] = {}
     problems = []
     for partition in partitions:
@@ -50,7 +56,7 @@ def describe_state(inner: Any, partitions: list[Partition]) -> dict[str, dict[st
 
 
 def describe_masters(partitions: list[Partition]) -> dict[str, str]:
-    """Return the dtype of each parameter's master, if it is not that of the parameter."""
+    """Return the dtype of the master of each parameter that has another dtype."""
     masters: dict[str, str] = {}
     for partition in partitions:
         for slot in partition.slots:
@@ -60,9 +66,10 @@ def describe_masters(partitions: list[Partition]) -> dict[str, str]:
 
 
 def _state_entry(value: Any, master: Tensor, owner: Source) -> Any:
-    """Return shape, dtype and device of a tensor as for the parameter, or {"value": plain value}.
+    """Return the entry of a value, or None for a value that cannot be stored.
 
-    Returns None for other values.
+    An entry has the shape, dtype and device of a tensor, or {"value": ...} for a plain value. The
+    shape of a buffer with the layout of the partition is that of the parameter.
     """
     if not isinstance(value, Tensor):
         return encode_if_plain(value)
@@ -70,8 +77,8 @@ def _state_entry(value: Any, master: Tensor, owner: Source) -> Any:
         return {"shape": list(owner.shape), "dtype": dtype_name(value.dtype), "host": False}
     if value.numel() != 1:
         return None
-    host = value.device.type == "cpu" and parameter_of(owner).device.type != "cpu"
-    return {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "host": host}
+    is_on_host = value.device.type == "cpu" and parameter_of(owner).device.type != "cpu"
+    return {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "host": is_on_host}
 
 
 def _kind_of(value: Any) -> str:
@@ -87,9 +94,9 @@ def _is_like_partition(value: Any, master: Tensor) -> bool:
 def state_sources(
     inner: Any, partition: Partition, description: Description
 ) -> tuple[dict[str, Source], list[str]]:
-    """Return the sources of the described state of a partition, as "parameter/key".
+    """Return the sources of the described state of a partition, by "parameter/key".
 
-    The second result names state that is described and that the inner optimizer lacks.
+    Also returns the names of state that is described, but that the inner optimizer lacks.
     """
     buffers = {**inner.state.get(partition.master, {}), MASTER: partition.master}
     sources: dict[str, Source] = {}
@@ -112,7 +119,7 @@ def state_sources(
 
 
 def _run_source(slot: Slot, key: str, buffer: Tensor) -> Source:
-    """Return the source of a parameter's run in a buffer laid out like the partition."""
+    """Return the source of a parameter's run in a buffer with the layout of the partition."""
     owner = slot.owner
     name = f"{owner.name}/{key}"
     source = held_source(
@@ -122,7 +129,7 @@ def _run_source(slot: Slot, key: str, buffer: Tensor) -> Source:
 
 
 def _whole_source(slot: Slot, key: str, tensor: Tensor) -> Source:
-    """Return the source of a tensor that every rank has whole, such as a step count."""
+    """Return the source of a tensor of which every rank has all elements, such as a step count."""
     owner = slot.owner
     name = f"{owner.name}/{key}"
     shape = tuple(tensor.shape)
@@ -132,7 +139,7 @@ def _whole_source(slot: Slot, key: str, tensor: Tensor) -> Source:
 
 
 def restore_masters(partition: Partition, masters: Mapping[str, str], fills: Fills) -> None:
-    """Read the masters of a partition; `masters` has their stored dtypes."""
+    """Read the masters of a partition. `masters` has their stored dtypes by parameter name."""
     for slot in partition.slots:
         if slot.owner.name in masters:
             dtype = dtype_of(masters[slot.owner.name])
@@ -142,6 +149,11 @@ def restore_masters(partition: Partition, masters: Mapping[str, str], fills: Fil
 def restore_partition_state(
     inner: Any, partition: Partition, stored: Mapping[str, dict[str, Any]], fills: Fills
 ) -> None:
+    """Restore the state of a partition from the entries `stored`, by parameter name.
+
+    If no parameter of it has state, the live state is removed. Raises LoadError if the stored state
+    does not fit the live one.
+    """
     entries_of_slots: dict[Slot, dict[str, Any]] = {}
     for slot in partition.slots:
         entries = stored.get(slot.owner.name)
@@ -159,7 +171,7 @@ def restore_partition_state(
         if key not in flat_keys:
             state[key] = _restored_number(key, value, entries_of_slots, fills.now)
             continue
-        value.zero_()  # for parameters that had no state
+        value.zero_()  # zero is the state of parameters that had none
         for slot, entries in entries_of_slots.items():
             _read_run(slot, key, dtype_of(entries[key]["dtype"]), value, fills)
 
@@ -187,7 +199,10 @@ def _refuse_other_state(
 
 
 def _init_inner_state(inner: Any, partition: Partition) -> None:
-    """Create the inner optimizer's state by a step with zero gradients and no learning rate."""
+    """Create the inner optimizer's state by a step with zero gradients and learning rate zero.
+
+    The weights, gradients and groups are the same afterwards.
+    """
     master = partition.master
     weights = master.detach().clone()
     gradient = master.grad
@@ -211,7 +226,10 @@ def _restored_number(
     entries_of_slots: Mapping[Slot, dict[str, Any]],
     fill: Callable[[Source], Any],
 ) -> Any:
-    """Return the number, such as the step, that a partition's parameters share, typed as `live`."""
+    """Return a number that all parameters of a partition share, such as the step.
+
+    It has the type of `live`. Raises LoadError if the stored numbers differ.
+    """
     numbers: dict[str, Any] = {}
     for slot, entries in entries_of_slots.items():
         numbers[slot.owner.name] = _stored_number(slot, key, entries[key], fill)
@@ -237,7 +255,10 @@ def _stored_number(slot: Slot, key: str, entry: Any, fill: Callable[[Source], An
 
 
 def _read_run(slot: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: Fills) -> None:
-    """Read this rank's run of a tensor stored as `dtype` into the flat buffer `into`."""
+    """Read this rank's run of a tensor into the flat buffer `into`.
+
+    The tensor is stored as `dtype`, and is converted if the buffer has another dtype.
+    """
     source = _run_source(slot, key, into)
     if source.local is None or dtype == into.dtype:
         fills.later(replace(source, dtype=dtype))

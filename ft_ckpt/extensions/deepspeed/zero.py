@@ -1,7 +1,18 @@
-"""DeepSpeed's ZeRO: parameters that stage 3 partitions, and flat partitions of its optimizers.
+"""Finds out which elements of parameters each rank of DeepSpeed's ZeRO has.
 
-Every rank computes the layouts of all ranks from sizes and orders, without communication.
-`zero_optimizer` and `engine_numbers` also read DeepSpeed's fields of optimizers.
+Stage 3 partitions the parameters of the model: each rank has an equal shard of each parameter. In
+all stages, the optimizer has flat float32 buffers on each rank, the masters. A partition is such a
+buffer with the parameters whose elements are in it. Stage 3 concatenates the rank's shards:
+
+    rank 0:  [ shard 0 of a | shard 0 of b | shard 0 of c ]
+    rank 1:  [ shard 1 of a | shard 1 of b | shard 1 of c ]
+
+Stages 1 and 2 concatenate the parameters, and cut the result into equal shards:
+
+    [ a a a a | b b b b b b | c c ]  ->  rank 0: [ a a a a b b ]   rank 1: [ b b b b c c ]
+
+Every rank computes the layouts of all ranks from the sizes and the order of the parameters, without
+communication. `zero_optimizer` and `engine_numbers` also read fields of DeepSpeed's optimizers.
 """
 
 import math
@@ -27,9 +38,12 @@ from ft_ckpt.ranks.sharding import (
 )
 from ft_ckpt.ranks.wrappers import Wrapper
 
-_Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter
+# The sources of each parameter, by the id of the parameter on this rank.
+_Owners = Mapping[int, Sequence[Source]]
 _SUPPORTED = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
-_FIELDS = (  # (groups of weights, masters); the first pair that an optimizer has
+# (field with the groups of weights, field with the masters). The first pair counts that an
+# optimizer has.
+_FIELDS = (
     ("fp16_groups", "fp32_partitioned_groups_flat"),
     ("bf16_groups", "fp32_groups_flat_partition"),
     ("bit16_groups", "single_partition_of_fp32_groups"),
@@ -45,7 +59,7 @@ class DeepSpeedWrapper(Wrapper):
     attribute_prefixes = ("_ds_", "ds_")
 
     def wraps(self, module: nn.Module) -> bool:
-        cls = type(module)  # compared by names, because importing DeepSpeed is slow
+        cls = type(module)  # its name is compared, because importing DeepSpeed is slow
         return cls.__name__.endswith("Engine") and "deepspeed" in cls.__module__
 
     def keeps_weights(self, module: nn.Module) -> bool:
@@ -53,7 +67,7 @@ class DeepSpeedWrapper(Wrapper):
         return self.wraps(module) and hasattr(optimizer, "refresh_fp32_params")
 
     def hides_tensors(self, module: nn.Module) -> bool:
-        return self.wraps(module)  # the optimizers' partitions are in no module
+        return self.wraps(module)  # the partitions of its optimizers are in no module
 
 
 class PartitionedTensors(TensorKind):
@@ -62,7 +76,7 @@ class PartitionedTensors(TensorKind):
     layout_facts = ("ds_shape", "dtype", "requires_grad", "ds_process_group", "ds_tensor.shape")
 
     def describes(self, tensor: Any) -> bool:
-        # under stage 3; stages 1 and 2 leave ordinary parameters
+        # Stage 3 partitions parameters. Stages 1 and 2 leave them as they are.
         return hasattr(tensor, "ds_shape")
 
     def layout_of(self, tensor: Any) -> TensorLayout:
@@ -72,12 +86,17 @@ class PartitionedTensors(TensorKind):
         sharding = _zero3_sharding(tensor)
         if not isinstance(sharding, FlatSharding):
             return None
-        span = sharding.range_in_shard(global_rank())  # without the padding
-        return None if span is None else tensor.ds_tensor.detach().view(-1)[slice(*span)]
+        span = sharding.range_in_shard(global_rank())  # leaves the padding out
+        if span is None:
+            return None
+        shard: Tensor = tensor.ds_tensor.detach().view(-1)
+        return shard[slice(*span)]
 
     def has_data(self, tensor: Any) -> bool:
         shard = getattr(tensor, "ds_tensor", None)
-        return (shard is not None and shard.device.type != "meta") or super().has_data(tensor)
+        if shard is not None and shard.device.type != "meta":
+            return True
+        return super().has_data(tensor)
 
 
 def _zero3_sharding(parameter: Any) -> Sharding:
@@ -89,20 +108,32 @@ def _zero3_sharding(parameter: Any) -> Sharding:
     return _flat_sharding(math.prod(shape), 0, shard.numel(), members)
 
 
-def _flat_sharding(numel: int, first: int, shard: int, members: Sequence[int]) -> FlatSharding:
-    return FlatSharding(numel, first, shard, members, is_subset_of_ranks(len(members)))
+def _flat_sharding(
+    numel: int, first: int, shard_numel: int, members: Sequence[int]
+) -> FlatSharding:
+    """Return the sharding of a parameter that begins at `first` in a concatenated buffer.
+
+    The buffer is cut into shards of `shard_numel` elements, one for each rank in `members`.
+    """
+    return FlatSharding(numel, first, shard_numel, members, is_subset_of_ranks(len(members)))
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One parameter in a partition, with its position in any buffer that is cut likewise."""
+    """One parameter in a partition, and its position in the buffers of the partition.
 
-    owner: Source  # of the weight
+    Attributes:
+        owner: The source of the parameter.
+        sharding: Which elements of the parameter each rank has.
+        start: Where this rank's shard begins in its buffer, in elements.
+    """
+
+    owner: Source
     sharding: FlatSharding
-    start: int  # of this rank's shard in the partition
+    start: int
 
     def local_run(self, buffer: Tensor) -> Tensor | None:
-        """Return this rank's elements in `buffer`, or None."""
+        """Return the parameter's elements in this rank's `buffer`, or None if it has none."""
         span = self.sharding.range_in_shard(global_rank())
         if span is None:
             return None
@@ -112,7 +143,13 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """A flat run of parameters that this rank updates: one parameter of the inner optimizer."""
+    """A flat buffer of weights that this rank updates.
+
+    Attributes:
+        master: The buffer, which is one parameter of the inner optimizer.
+        group: The number of its parameter group.
+        slots: The parameters in it.
+    """
 
     master: Tensor
     group: int
@@ -138,43 +175,44 @@ def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
 
 
 def changed_with_steps(optimizer: Any) -> list[Any] | None:
-    """Return the masters and their weights, which a step of the inner optimizer changes.
+    """Return the tensors that a step of the inner optimizer changes: the masters and the weights.
 
-    The step changes the state as well. Returns None if tensors may change outside of steps.
+    The step changes the optimizer's state as well. Returns None if tensors may change outside of
+    steps.
     """
-    # momentum changes before the step
+    # Muon changes the momentum before the step.
     muon = any("use_muon" in group for group in optimizer.optimizer.param_groups)
     if muon or getattr(optimizer, "zenflow", False) or _refused_settings(optimizer):
         return None
-    groups, masters = next(fields for fields in _FIELDS if hasattr(optimizer, fields[0]))
-    changed = [*getattr(optimizer, masters)]
-    for weights in getattr(optimizer, groups):
-        changed += weights
-    return changed
+    groups_field, masters_field = next(
+        fields for fields in _FIELDS if hasattr(optimizer, fields[0])
+    )
+    changed_tensors = [*getattr(optimizer, masters_field)]
+    for weights in getattr(optimizer, groups_field):
+        changed_tensors += weights
+    return changed_tensors
 
 
 def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """Yield partitions of parameters that are each cut into equal shards.
-
-    A partition is this rank's shards one after the other.
-    """
+    """Yield the partitions of stage 3: this rank's shards, one after the other."""
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         slots = []
         start = 0
         for _, source in _partitioned_sources(owners, optimizer.fp16_groups[number]):
-            shard = source.live.ds_tensor.ds_numel
+            shard_numel = source.live.ds_tensor.ds_numel
             members = ranks_in_order(source.live.ds_process_group)
-            slots.append(Slot(source, _flat_sharding(source.numel, 0, shard, members), start))
-            start += shard
+            sharding = _flat_sharding(source.numel, 0, shard_numel, members)
+            slots.append(Slot(source, sharding, start))
+            start += shard_numel
         yield Partition(master, optimizer.sub_group_to_group_id[number], tuple(slots))
 
 
 def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """Yield partitions of groups whose parameters are concatenated, perhaps aligned.
+    """Yield the partitions of stages 1 and 2: this rank's shard of each concatenated group.
 
-    A partition is an equal shard of the concatenated group.
+    The parameters of a group may be in another order in memory, and may be aligned.
     """
-    # stage 1 in bfloat16 with float32 gradients has its own class
+    # Stage 1 in bfloat16 with float32 gradients has a class of its own.
     if hasattr(optimizer, "bf16_groups"):
         masters = optimizer.fp32_groups_flat_partition
         trained_groups = groups_in_memory = optimizer.bf16_groups
@@ -185,8 +223,9 @@ def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
     for number, master in enumerate(masters):
         in_memory = groups_in_memory[number]
         ends = [0, *accumulate(parameter.numel() for parameter in in_memory)]
+        # Without alignment, a parameter starts where the one before it ends.
         starts = getattr(optimizer, "round_robin_bit16_offsets", {number: ends})[number]
-        position = {id(parameter): at for at, parameter in enumerate(in_memory)}
+        position = {id(parameter): index for index, parameter in enumerate(in_memory)}
         members = ranks_in_order(optimizer.real_dp_process_group[number])
         slots = []
         for parameter, source in _partitioned_sources(owners, trained_groups[number]):
@@ -197,10 +236,10 @@ def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
 
 
 def _refused_settings(optimizer: Any) -> list[str]:
-    """Name the settings under which the state cannot be accessed by parameter name."""
+    """Return the settings under which the state cannot be accessed by parameter name."""
     kind = type(optimizer).__name__
     groups = optimizer.optimizer.param_groups
-    facts = {
+    is_refused = {
         f"{kind} is not one of {', '.join(_SUPPORTED)}": kind not in _SUPPORTED,
         "state on NVMe": getattr(optimizer, "swap_optimizer", False),
         "weights on NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),
@@ -211,11 +250,15 @@ def _refused_settings(optimizer: Any) -> list[str]:
         "experts spread over ranks": any(group.get("moe") for group in groups),
         "model parallelism": int(getattr(optimizer, "model_parallel_world_size", 1)) > 1,
     }
-    return [fact for fact, is_true in facts.items() if is_true]
+    return [setting for setting, refused in is_refused.items() if refused]
 
 
 def _partitioned_sources(owners: _Owners, parameters: list[Any]) -> list[tuple[Any, Source]]:
-    unknown = [at for at, parameter in enumerate(parameters) if id(parameter) not in owners]
+    """Return each parameter with each of its sources.
+
+    Raises SelectionError for parameters of unknown models.
+    """
+    unknown = [index for index, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
         raise SelectionError(
             f"parameters {unknown} of a group: of no known model; give their model, too"

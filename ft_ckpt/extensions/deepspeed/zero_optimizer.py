@@ -1,8 +1,11 @@
-"""The state of DeepSpeed's ZeRO optimizers (stages 1 to 3) by parameter name, and its restoration.
+"""Captures and restores the state of DeepSpeed's ZeRO optimizers by parameter name.
 
-ZeRO trains flat float32 partitions, one or more on each rank, with runs of many parameters one
-after the other. The described state has the shape of each parameter, independent of the runs that
-ranks hold, so that it restores on any number of ranks, in another stage, and in a plain optimizer.
+This works for the stages 1 to 3.
+
+ZeRO trains flat float32 buffers, the masters; see `zero` for their layouts. Each rank has a buffer
+or several, with elements of many parameters. The captured state has the shape of each parameter,
+and does not depend on which elements a rank has. So it can be restored on any number of ranks, in
+another stage, and in an optimizer without ZeRO.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,11 +40,15 @@ from ft_ckpt.runs.optimizers import (
 
 @dataclass(frozen=True, eq=False)
 class _Unflattened:
-    """The inner optimizer's groups with the model's parameters, as `TorchOptimizers` reads them."""
+    """The groups of the inner optimizer, with the model's parameters instead of flat buffers.
+
+    `TorchOptimizers` reads it like an optimizer.
+    """
 
     param_groups: list[dict[str, Any]]
     state: dict[Any, Any]
-    state_dict = torch.optim.Optimizer.state_dict  # no entries but groups and state
+    # A state dict has no entries but groups and state.
+    state_dict = torch.optim.Optimizer.state_dict
 
 
 class ZeroOptimizers(TorchOptimizers):
@@ -50,7 +57,7 @@ class ZeroOptimizers(TorchOptimizers):
     uses_model_gradients = False
 
     def recognizes(self, optimizer: Any) -> bool:
-        # by name: DeepSpeed is not imported for it
+        # Names are compared, because importing DeepSpeed is slow.
         return any(
             kind.__name__ == "ZeROOptimizer" and kind.__module__.startswith("deepspeed.")
             for kind in type(optimizer).__mro__
@@ -59,19 +66,22 @@ class ZeroOptimizers(TorchOptimizers):
     def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
         """Return the torch optimizer inside ZeRO's, and the tensors that its step changes.
 
-        These are the masters and weights. They change only after the optimizer has begun to step:
-        gradients are prepared before the step; weights are made from the masters and sent to other
-        ranks after it. Returns (None, []) if captured tensors change at other moments too.
+        These are the masters and the weights. They change only after the optimizer has begun to
+        step. Before the step, gradients are prepared. After it, weights are made from the masters
+        and sent to other ranks. Returns (None, []) if captured tensors may also change at other
+        times.
         """
-        changed = changed_with_steps(optimizer)
-        return (None, []) if changed is None else (optimizer.optimizer, changed)
+        changed_tensors = changed_with_steps(optimizer)
+        if changed_tensors is None:
+            return None, []
+        return optimizer.optimizer, changed_tensors
 
     def describe(self, optimizer: Any, sources: Mapping[str, Source]) -> Description:
-        """Describe the state as `OptimizerKind.describe` does, with "masters" and "scaler".
+        """Describe the state as `OptimizerKind.describe` does, with "masters" and "scaler" as well.
 
-        "masters" is {name: dtype}, "scaler" the loss scaler's numbers. The result is the same on
-        every rank. Masters with the dtype of the weights are the weights and are left out. Can be
-        called before the first step.
+        "masters" is {name: dtype}, and "scaler" has the numbers of the loss scaler. Masters with
+        the dtype of the weights have the same values and are left out. The result is the same on
+        every rank. May be called before the first step.
         """
         partitions = _partitions_of(optimizer, sources)
         groups = super().describe(_unflatten_groups(optimizer, partitions), sources)
@@ -86,7 +96,10 @@ class ZeroOptimizers(TorchOptimizers):
     def state_tensors(
         self, optimizer: Any, description: Description, sources: Mapping[str, Source]
     ) -> dict[str, Source]:
-        """Return tensors as `OptimizerKind.state_tensors` does, masters as "parameter/master"."""
+        """Return tensors as `OptimizerKind.state_tensors` does.
+
+        Masters are named "parameter/master".
+        """
         tensors: dict[str, Source] = {}
         missing: list[str] = []
         for partition in _partitions_of(optimizer, sources):
@@ -103,10 +116,10 @@ class ZeroOptimizers(TorchOptimizers):
         super().check(_unflatten_groups(optimizer, partitions), description, sources)
 
     def before_restore(self, optimizer: Any) -> None:
-        """Make the masters from the live, rounded weights. Not collective.
+        """Set the masters to the live, rounded weights. Not collective.
 
-        Weights restored without optimizer state need this too: the masters would overwrite them at
-        the next step, or in `after_restore`.
+        This is also needed if weights are restored without the optimizer's state, because the old
+        masters would overwrite them at the next step, or in `after_restore`.
         """
         optimizer.refresh_fp32_params()
 
@@ -118,12 +131,12 @@ class ZeroOptimizers(TorchOptimizers):
         fill: Callable[[Source], Any],
         later: Callable[[Source], Any] | None = None,
     ) -> tuple[str, ...]:
-        """Set the described state, saved on any number of ranks. Not collective.
+        """Set the described state, which may be of another number of ranks. Not collective.
 
-        The weights must be restored already: masters that the description lacks are made from them.
-        All sources but those of numbers and of converted tensors can be filled `later`. Raises
-        LoadError for parameters, groups or state on one side only, and for step counts that differ
-        within a partition.
+        The weights must be restored before, because masters that the description lacks are set to
+        them. Sources are filled `later`, except those of numbers and of tensors whose dtype is
+        converted. Raises LoadError for parameters, groups or state on one side only, and for step
+        counts that differ within a partition.
         """
         self.before_restore(optimizer)
         partitions = _partitions_of(optimizer, sources)
@@ -147,9 +160,9 @@ class ZeroOptimizers(TorchOptimizers):
     def after_restore(self, optimizer: Any) -> None:
         """Make all copies of the weights equal to the restored masters and shards.
 
-        Collective: call it on every rank. Under stages 1 and 2 each rank makes its part of the live
-        weights from its masters and sends it to the others; under stage 3 it makes its shards, and
-        small parameters that every rank keeps whole are gathered again.
+        All ranks must call this method. Under stages 1 and 2, each rank makes its part of the live
+        weights from its masters, and sends it to the others. Under stage 3, each rank makes its
+        shards, and small parameters that every rank keeps whole are gathered again.
         """
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
@@ -157,19 +170,21 @@ class ZeroOptimizers(TorchOptimizers):
             for number in range(len(optimizer.fp32_partitioned_groups_flat)):
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
             optimizer.checkpoint_event_prologue()  # releases gathered parameters
-            optimizer.checkpoint_event_epilogue()  # gathers those that stay whole between steps
+            # Gathers the parameters that stay whole between steps.
+            optimizer.checkpoint_event_epilogue()
 
     def is_accumulating(self, optimizer: Any) -> bool:
         if hasattr(optimizer, "fp32_groups_has_gradients"):
             return any(any(group) for group in optimizer.fp32_groups_has_gradients)
-        if hasattr(optimizer, "fp16_groups"):  # stage 3 counts on at the next forward only
+        if hasattr(optimizer, "fp16_groups"):
+            # Stage 3 increases its count only at the next forward pass.
             return bool(optimizer.micro_step_id > 0 or optimizer._epilogue_ran_this_backward)
         return bool(optimizer.micro_step_id >= 0)
 
     def unsaveable_state(self, optimizer: Any) -> list[str]:
-        """Return the reasons of the inner optimizer.
+        """Return the reasons why the state of the inner optimizer cannot be saved.
 
-        `describe` refuses settings of ZeRO.
+        Settings of ZeRO are refused by `describe`.
         """
         if isinstance(optimizer, _Unflattened):
             return super().unsaveable_state(optimizer)
@@ -197,7 +212,7 @@ def _restore_groups(
     description: Description,
     sources: Mapping[str, Source],
 ) -> None:
-    """Set the described settings of the groups of the inner optimizer."""
+    """Set the settings of the inner optimizer's groups as described."""
     unflattened = _unflatten_groups(optimizer, partitions)
     names = names_of_groups(unflattened.param_groups, sources)
     pairs, _ = match_groups(unflattened.param_groups, names, description, sources)
@@ -208,9 +223,9 @@ def _restore_groups(
 
 
 def _link_states(optimizer: Any, partitions: list[Partition]) -> None:
-    """Let DeepSpeed's functions that return a parameter's full state read the restored one.
+    """Let DeepSpeed's functions that return a parameter's full state read the restored state.
 
-    If some partitions have no state, the functions are linked after the next step.
+    If some partitions have no state, DeepSpeed links the functions after the next step.
     """
     if not hasattr(optimizer, "_hp_optimizer_states_linked"):
         return
