@@ -42,7 +42,7 @@ def preloaded(shim):
 @pytest.mark.parametrize("case", ["prune_beside_a_reader", "take_the_lease", "go_on"])
 def test_clocks_that_differ(preloaded, tmp_path, case, own_seconds, other_seconds):
     ended = preloaded.run(globals()[case], tmp_path, own_seconds, other_seconds)
-    assert ended.status == 0, ended.said
+    assert ended.status == 0, ended.text
 
 
 # In the preloaded process

@@ -18,7 +18,7 @@ def test_a_bucket_that_can_be_used_is_left_as_it_was(s3):
         saver = CheckpointSaver(None, RUN)
     assert saver.directory == RUN
     assert s3.names() == []
-    assert len([line for line in s3.seen("PUT") if ".ft_ckpt-probe-" in str(line)]) == 2, (
+    assert len([line for line in s3.requests_like("PUT") if ".ft_ckpt-probe-" in str(line)]) == 2, (
         "the second is refused"
     )
 

@@ -121,7 +121,7 @@ def test_what_the_hub_answers_is_not_repeated_as_it_is(status, run, monkeypatch)
             lambda: library.pull("hf://buckets/user/name/x", "pulled"),
             lambda: library.copy("run/checkpoint-1", "hf://buckets/user/name/x"),
         ):
-            hub.faults = [Fault(".", status=status, says=says, times=100)]
+            hub.faults = [Fault(".", status=status, message=says, times=100)]
             with pytest.raises(CheckpointError) as caught:
                 call()
             assert "odd" in str(caught.value)

@@ -158,12 +158,12 @@ def test_writing_one_is_left_to_torch(plain, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
-@pytest.mark.parametrize("way", sorted(pickles.evil("")))
+@pytest.mark.parametrize("way", sorted(pickles.malicious("")))
 def test_metadata_are_not_run(plain, tmp_path, way):
     folder, _ = plain
     mark = tmp_path / "mark"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.planner_data = pickles.evil(mark)[way]
+    metadata.planner_data = pickles.malicious(mark)[way]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(LoadError, match=r"saved/\.metadata: refers to"):
         dcp.open_dcp(open_place(folder))

@@ -124,10 +124,10 @@ def test_settings_that_contain_themselves_beside_an_object_are_refused(tmp_path)
             call(path)
 
 
-@pytest.mark.parametrize("name", sorted(pickles.evil(library_files.FOLDER)))
+@pytest.mark.parametrize("name", sorted(pickles.malicious(library_files.FOLDER)))
 def test_nothing_in_its_settings_runs(tmp_path, name):
     mark = tmp_path / "mark"
-    path = lightning_like(tmp_path / "x.ckpt", pickles.evil(mark)[name])
+    path = lightning_like(tmp_path / "x.ckpt", pickles.malicious(mark)[name])
     # torch refuses the modules os and sys, whatever takes their place
     if name in ("system", "nested"):
         for read in (tensors_at, ft_ckpt.load):
@@ -153,7 +153,7 @@ def test_nothing_in_its_settings_changes_the_reader(tmp_path, name):
 
 def test_unknown_classes_among_the_weights_are_refused(tmp_path):
     path = lightning_like(
-        tmp_path / "x.ckpt", {}, {"w": torch.ones(2), "q": {"packed": pickles.Runs(print, "x")}}
+        tmp_path / "x.ckpt", {}, {"w": torch.ones(2), "q": {"packed": pickles.Call(print, "x")}}
     )
     for read in (tensors_at, ft_ckpt.load):
         with pytest.raises(LoadError, match=r"builtins\.print"):

@@ -213,11 +213,11 @@ def test_a_storage_that_is_larger_than_its_file_is_refused(tmp_path):
             read(tmp_path / "old.pt")
 
 
-@pytest.mark.parametrize("way", sorted(pickles.evil("")))
+@pytest.mark.parametrize("way", sorted(pickles.malicious("")))
 @pytest.mark.parametrize("legacy", [False, True])
 def test_nothing_in_a_pickle_is_run(tmp_path, way, legacy):
     mark = tmp_path / "mark"
-    value = {"w": torch.ones(2), "bad": pickles.evil(mark)[way]}
+    value = {"w": torch.ones(2), "bad": pickles.malicious(mark)[way]}
     torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(LoadError, match=r"x\.pt"):
         open_torch_file(raw_file(tmp_path / "x.pt"))
@@ -238,7 +238,7 @@ def test_a_pickle_cannot_change_its_reader(tmp_path, way):
 
 def test_every_foreign_name_is_in_the_error(tmp_path):
     (tmp_path / "x.pt").write_bytes(
-        pickles.archive(pickles.dump([pickles.Runs(os.getpid), pickles.Runs(os.getcwd)]))
+        pickles.archive(pickles.dump([pickles.Call(os.getpid), pickles.Call(os.getcwd)]))
     )
     with pytest.raises(LoadError, match=r"posix\.getcwd, posix\.getpid"):
         open_torch_file(raw_file(tmp_path / "x.pt"))
@@ -347,7 +347,7 @@ def test_a_file_without_checksums_is_read(tmp_path):
         "module": torch.nn.Linear(2, 2),
         "inside": {"w": torch.ones(2), "layer": torch.nn.Linear(2, 2)},
         "unknown function": b"",
-        "call": pickles.Runs(torch.fx.immutable_collections.immutable_list, [torch.ones(2)]),
+        "call": pickles.Call(torch.fx.immutable_collections.immutable_list, [torch.ones(2)]),
     }.items(),
     ids=lambda item: item[0],
 )

@@ -16,16 +16,16 @@ needs_fuse = pytest.mark.skipif(
 
 @contextmanager
 def mounted(real: Path, mount: Path, *options: str) -> Iterator[Path]:
-    """`real`, mounted at `mount` with these options of bindfs; skips the test where that is
-    refused.
+    """Mount the folder `real` at `mount` during the block, with these options of bindfs.
+
+    Skips the test where that is refused.
     """
     real.mkdir()
     mount.mkdir()
-    done = subprocess.run(
-        ["bindfs", *options, real, mount], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    command = ["bindfs", *options, str(real), str(mount)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        pytest.skip(f"nothing can be mounted here: {ended.stderr.strip()}")
     try:
         yield mount
     finally:

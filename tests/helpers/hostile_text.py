@@ -1,4 +1,4 @@
-"""Checkpoints with terminal escapes and secrets in fields and names; what is logged meanwhile.
+"""Checkpoints with terminal escapes and secrets in fields and names, and records of what is logged.
 
 A trial puts a mark into one field (of a manifest, a config, a tokenizer, an index, a training
 state, a safetensors header), into the name of a file or folder, or into a pin or a lease.
@@ -33,11 +33,13 @@ class Trial(NamedTuple):
 
 
 def trials_in(folder: Path, roots: Iterable[str]) -> list[Trial]:
-    """One trial for each field and each file.
+    """Return one trial for each field and each file.
 
-    Of those that only numbers or names of tensors tell apart, one.
+    Of those that differ in numbers or names of tensors alone, one is drawn.
     """
-    trials = [trial for root in roots for trial in _all_trials(folder, root)]
+    trials: list[Trial] = []
+    for root in roots:
+        trials += _all_trials(folder, root)
     random.Random(chosen_seed()).shuffle(trials)
     kinds = {}
     for trial in trials:
@@ -47,7 +49,9 @@ def trials_in(folder: Path, roots: Iterable[str]) -> list[Trial]:
 
 
 def _all_trials(folder: Path, root: str) -> Iterator[Trial]:
-    for path in sorted(path for path in (folder / root).rglob("*") if path.is_file()):
+    for path in sorted((folder / root).rglob("*")):
+        if not path.is_file():
+            continue
         name = path.relative_to(folder / root).as_posix()
         for how in ("renamed", "renamed on the disk alone", "copied beside"):
             yield Trial(root, name, (), how)
@@ -62,7 +66,7 @@ def _all_trials(folder: Path, root: str) -> Iterator[Trial]:
 
 
 def _read_json(path: Path) -> Any:
-    """The JSON in a file, or in the header of a safetensors file; None where there is none."""
+    """Read the JSON in a file, or in the header of a safetensors file; None where there is none."""
     if path.suffix == ".safetensors":
         return json.loads(_header_of(path)[0])
     is_json = path.suffix == ".json" or path.name.startswith(".")
@@ -70,14 +74,14 @@ def _read_json(path: Path) -> Any:
 
 
 def _header_of(path: Path) -> tuple[bytes, bytes]:
-    """The header of a safetensors file, and the bytes after it."""
+    """Return the header of a safetensors file, and the bytes after it."""
     data = path.read_bytes()
     stop = 8 + int.from_bytes(data[:8], "little")
     return data[8:stop], data[stop:]
 
 
 def _fields_of(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """The fields of a JSON value."""
+    """Yield the place of each field in a JSON value, and whether its value or its key is marked."""
     if place:
         yield place, "value"
     if isinstance(value, (dict, list)):
@@ -89,7 +93,7 @@ def _fields_of(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _marked(value: Any, place: tuple[Any, ...], how: str) -> Any:
-    """The JSON value with the mark at a place of it."""
+    """Return a copy of the JSON value with the mark at `place`."""
     if not place:
         return f"{value}{MARK}" if isinstance(value, str) else MARK
     key, *rest = place
@@ -103,7 +107,7 @@ def _marked(value: Any, place: tuple[Any, ...], how: str) -> Any:
 
 
 def put_mark(folder: Path, trial: Trial) -> Path:
-    """Put the mark into the checkpoint `folder`, and into its manifest; returns where it is now."""
+    """Put the mark into the checkpoint `folder`, and into its manifest; return where it is now."""
     path = folder / trial.file
     if trial.how == "folder":
         goal = folder.with_name(folder.name + NAME_MARK)
@@ -153,7 +157,7 @@ def _replace(document: dict[str, Any], trial: Trial) -> None:
 
 
 class _Listener(logging.Handler):
-    """Keeps the records of our loggers, as a formatter would show them."""
+    """Keeps the records of the loggers of ft_ckpt, as a formatter would show them."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -165,7 +169,7 @@ class _Listener(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Messages of log records, and after the block of our warnings, while the block runs."""
+    """List the messages of log records during the block, and after it those of warnings, too."""
     listener, logger = _Listener(), logging.getLogger("ft_ckpt")
     level = logger.level
     logger.addHandler(listener)

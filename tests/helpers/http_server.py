@@ -7,7 +7,7 @@
     # every large one
     is_large = lambda request: request.size_bytes > 1000
     server.faults.append(Fault(is_large, 403, code="ExpiredToken", times=99))
-    assert len(server.seen("GET")) == 3
+    assert len(server.requests_like("GET")) == 3
 
 A request is matched as "METHOD /path?query". A fake is a `FakeServer` with its state, and a
 `FakeHandler` that answers.
@@ -55,8 +55,8 @@ class Request:
 class Fault:
     """A fault of the next `times` requests that match, or of those from the number `at` on.
 
-    With neither a status nor a cut, `seconds`, `then` and `keeps_bytes` befall a request that is
-    executed.
+    With neither a status nor a cut, the request is executed, and `seconds`, `then` and
+    `keeps_bytes` apply to it.
     """
 
     matches: str | Callable[[Request], object] = ""
@@ -65,7 +65,7 @@ class Fault:
     skips: int = 0  # matching requests that succeed first
     times: int = 1
     code: str = "InternalError"  # of the error response, where the protocol has one
-    says: str = "a fault"  # likewise
+    message: str = "a fault"  # likewise
     # of the error response: {"Retry-After": "1"}
     headers: dict[str, str] = field(default_factory=dict)
     acts_first: bool = False  # with a status: execute the request all the same
@@ -74,17 +74,16 @@ class Fault:
     seconds: float = 0.0  # delay before everything else
     # body bytes to send; Content-Length stays that of the whole body
     keeps_bytes: int | None = None
-    lies: bool = False  # with keeps_bytes: Content-Length is that of the bytes sent
+    shortens_length: bool = False  # with keeps_bytes: Content-Length is that of the bytes sent
     then: Callable[[], object] | None = None  # called just before the response or the cut
     matched: int = 0  # requests that matched so far
 
-    def befalls(self, request: Request) -> bool:
-        """Whether this request is affected."""
-        is_match = (
-            self.matches(request)
-            if callable(self.matches)
-            else re.search(self.matches, request.line)
-        )
+    def applies_to(self, request: Request) -> bool:
+        """Check whether this request is affected, and count it if it matches."""
+        if callable(self.matches):
+            is_match = bool(self.matches(request))
+        else:
+            is_match = re.search(self.matches, request.line) is not None
         if not is_match or request.number < self.at:
             return False
         self.matched += 1
@@ -123,23 +122,23 @@ class FakeServer:
         """Number of requests so far."""
         return len(self.requests)
 
-    def seen(self, pattern: str) -> list[str]:
-        """The requests that match."""
+    def requests_like(self, pattern: str) -> list[str]:
+        """Return the lines of the requests that match."""
         return [request.line for request in self.requests if re.search(pattern, request.line)]
 
     def arrive(self, request: Request) -> None:
-        """Called before a request is received; may block."""
+        """Do what comes before a request is received; may block."""
 
     def admit(self, request: Request) -> Fault:
         """Log a request; return the fault that applies to it, an empty one if none does."""
         with self.lock:
             self.requests.append(request)
             request.number = self.request_count
-            return next((fault for fault in self.faults if fault.befalls(request)), Fault())
+            return next((fault for fault in self.faults if fault.applies_to(request)), Fault())
 
     def refusal(self, fault: Fault) -> Answer:
-        """The error response of a fault, as the protocol has it."""
-        return Answer(fault.status, {"error": fault.says}, fault.headers)
+        """Return the error response of a fault, as the protocol has it."""
+        return Answer(fault.status, {"error": fault.message}, fault.headers)
 
 
 class FakeHandler(BaseHTTPRequestHandler):
@@ -184,9 +183,9 @@ class FakeHandler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_any  # noqa: N815 - http.server's names
 
     def _faulty(self, request: Request, fault: Fault) -> Answer:
-        """The answer to a request with that fault, which may keep it from being executed."""
-        is_kept = fault.cuts == "before" or (fault.status and not fault.acts_first)
-        answer = Answer(500) if is_kept else self._outcome(request)
+        """Return the answer to a request with that fault, which may keep it from being executed."""
+        is_skipped = fault.cuts == "before" or (fault.status and not fault.acts_first)
+        answer = Answer(500) if is_skipped else self._outcome(request)
         return self.fake.refusal(fault) if fault.status else answer
 
     def _outcome(self, request: Request) -> Answer:
@@ -197,7 +196,7 @@ class FakeHandler(BaseHTTPRequestHandler):
             return answer
 
     def _chunks(self) -> bytes:
-        """A chunked body."""
+        """Read a chunked body."""
         content = b""
         if self.headers.get("Transfer-Encoding") == "chunked":
             while size := int(self.rfile.readline(), 16):
@@ -216,7 +215,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         body, whole = answer.body, len(answer.body)
         if fault.cuts == "during" or fault.keeps_bytes is not None:
             body = body[: whole // 2 if fault.keeps_bytes is None else fault.keeps_bytes]
-        length = len(body) if fault.lies else whole
+        length = len(body) if fault.shortens_length else whole
         self.send_response(answer.status)
         for name, value in {"Content-Length": str(length), **answer.headers}.items():
             self.send_header(name, value)
@@ -233,7 +232,7 @@ class FakeHandler(BaseHTTPRequestHandler):
 def serving(
     fake: FakeServer, handler: type[FakeHandler], port: int = 0, host: str = "127.0.0.1"
 ) -> Iterator[None]:
-    """Have `handler` answer for that fake while the block runs."""
+    """Let `handler` answer for that fake during the block."""
     with answering(type("Handler", (handler,), {"fake": fake}), port, host) as fake.url:
         try:
             yield

@@ -57,30 +57,26 @@ class BucketHub(Hub):
         self.page = 5  # entries of a listing per page
 
     def bytes_of(self, bucket: str) -> dict[str, bytes]:
-        """The files of a bucket."""
-        return {
-            path: self.contents[file.hash]
-            for path, file in sorted(self.buckets[bucket].files.items())
-        }
+        """Return the content of each file of a bucket, by path."""
+        files = self.buckets[bucket].files
+        return {path: self.contents[files[path].hash] for path in sorted(files)}
 
     def put_file(self, bucket: str, path: str, content: bytes) -> None:
         """Upload a file as another client would."""
         place = self.new_place()
         with hf_xet.XetSession().new_upload_commit(**_client_of(place)) as commit:
-            sent = commit.start_upload_bytes(content, sha256=hf_xet.SKIP_SHA256)
-        name = sent.result().xet_info.hash
+            upload = commit.start_upload_bytes(content, sha256=hf_xet.SKIP_SHA256)
+        name = upload.result().xet_info.hash
         self.contents[name] = content
         self.buckets[bucket].files[path] = StoredFile(name)
 
     def new_place(self) -> Path:
-        """A folder that a client uploads to: each has its own, because hf_xet locks it against
-        other processes.
-        """
+        """Make a folder that one client uploads to: hf_xet locks it against other processes."""
         self.places.append(Path(tempfile.mkdtemp(dir=self.folder)))
         return self.places[-1]
 
     def place_of_all(self) -> Path:
-        """A folder with all contents, for a client that downloads."""
+        """Make a folder with all contents, for a client that downloads."""
         place = Path(tempfile.mkdtemp(dir=self.folder))
         with hf_xet.XetSession().new_upload_commit(**_client_of(place)) as commit:
             for content in self.contents.values():
@@ -89,14 +85,13 @@ class BucketHub(Hub):
         return shutil.copytree(place, copied, dirs_exist_ok=True)
 
     def content(self, name: str) -> bytes | None:
-        """The uploaded bytes with that hash; None if they were not uploaded."""
+        """Return the uploaded bytes with that hash; None if they were not uploaded."""
         for place in reversed(self.places):
             if name in self.contents:
                 break
             with tempfile.TemporaryDirectory() as copied:
-                group = hf_xet.XetSession().new_download_stream_group(
-                    **_client_of(shutil.copytree(place, copied, dirs_exist_ok=True))
-                )
+                shutil.copytree(place, copied, dirs_exist_ok=True)
+                group = hf_xet.XetSession().new_download_stream_group(**_client_of(copied))
                 content = b"".join(map(bytes, group.download_stream(hf_xet.XetFileInfo(name))))
                 file = Path(copied, "file")
                 file.write_bytes(content)
@@ -124,13 +119,11 @@ class _BucketHandler(HubHandler):
         if name in self.hub.buckets:
             return Answer(409, url)
         if name.startswith("others/"):
-            return Answer(
-                403, {"error": "You don't have the rights to create a bucket under this namespace"}
-            )
-        asked = json.loads(body)
-        self.hub.buckets[name] = Bucket(
-            private=asked.get("visibility") == "private" or bool(asked.get("private"))
-        )
+            message = "You don't have the rights to create a bucket under this namespace"
+            return Answer(403, {"error": message})
+        settings = json.loads(body)
+        is_private = settings.get("visibility") == "private" or bool(settings.get("private"))
+        self.hub.buckets[name] = Bucket(is_private)
         return Answer(200, url)
 
     def bucket_info(self, name: str, _: bytes) -> Answer:
@@ -139,51 +132,55 @@ class _BucketHandler(HubHandler):
         return Answer(200, {**facts, "totalFiles": len(bucket.files)})
 
     def bucket_tree(self, name: str, prefix: str, _: bytes) -> Answer:
-        bucket, query = self._bucket(name), parse_qs(urlsplit(self.path).query)
-        files = {
-            path: file for path, file in sorted(bucket.files.items()) if path.startswith(prefix)
-        }
-        found = [self._file(path, file) for path, file in files.items()]
-        if query.get("recursive", ["false"])[0].lower() != "true":
-            found = list(
-                {entry["path"]: entry for entry in (_top(each, prefix) for each in found)}.values()
-            )
-        start = int(query.get("cursor", ["0"])[0])
-        page, rest = found[start : start + self.hub.page], found[start + self.hub.page :]
+        bucket, url = self._bucket(name), urlsplit(self.path)
+        query = parse_qs(url.query)
         recursive = query.get("recursive", ["false"])[0]
-        url = f"{self.hub.url}{urlsplit(self.path).path}?recursive={recursive}"
-        link = {"Link": f'<{url}&cursor={start + self.hub.page}>; rel="next"'} if rest else {}
-        return Answer(200, page, link)
+        entries: dict[str, dict[str, Any]] = {}
+        for path in sorted(bucket.files):
+            if path.startswith(prefix):
+                entry = self._file(path, bucket.files[path])
+                if recursive.lower() != "true":
+                    entry = _top(entry, prefix)
+                entries[entry["path"]] = entry
+        listing = list(entries.values())
+        start = int(query.get("cursor", ["0"])[0])
+        stop = start + self.hub.page
+        headers = {}
+        if listing[stop:]:
+            next_page = f"{self.hub.url}{url.path}?recursive={recursive}&cursor={stop}"
+            headers["Link"] = f'<{next_page}>; rel="next"'
+        return Answer(200, listing[start:stop], headers)
 
     def bucket_paths(self, name: str, body: bytes) -> Answer:
         files = self._bucket(name).files
-        return Answer(
-            200,
-            [self._file(path, files[path]) for path in json.loads(body)["paths"] if path in files],
-        )
+        paths = [path for path in json.loads(body)["paths"] if path in files]
+        return Answer(200, [self._file(path, files[path]) for path in paths])
 
     def bucket_batch(self, name: str, body: bytes) -> Answer:
         """Apply each operation independently; the response names those that failed."""
-        bucket, lines = self._bucket(name), [json.loads(line) for line in body.splitlines()]
-        whys = [(line["path"], self._operation(bucket, line)) for line in lines]
-        failed = [{"path": path, "error": why} for path, why in whys if why]
-        done = len(lines) - len(failed)
-        return Answer(
-            200 if done else 422, {"success": not failed, "processed": done, "failed": failed}
-        )
+        bucket = self._bucket(name)
+        processed, failed = 0, []
+        for line in body.splitlines():
+            operation = json.loads(line)
+            error = self._operation(bucket, operation)
+            if error:
+                failed.append({"path": operation["path"], "error": error})
+            else:
+                processed += 1
+        result = {"success": not failed, "processed": processed, "failed": failed}
+        return Answer(200 if processed else 422, result)
 
     def _operation(self, bucket: Bucket, line: dict[str, Any]) -> str:
+        """Apply one operation; return why it failed, or ""."""
         path = line["path"]
         self.hub.operations.append((line["type"], path))
         if line["type"] == "deleteFile":
             return "" if bucket.files.pop(path, None) is not None else "no such file"
         name = line["xetHash"]
         if line["type"] == "copyFile":
-            source = (
-                self.hub.buckets.get(line["sourceRepoId"])
-                if line["sourceRepoType"] == "bucket"
-                else None
-            )
+            source = None
+            if line["sourceRepoType"] == "bucket":
+                source = self.hub.buckets.get(line["sourceRepoId"])
             if source is None or name not in {file.hash for file in source.files.values()}:
                 return "the source has no such content"
         elif self.hub.content(name) is None:
@@ -196,10 +193,8 @@ class _BucketHandler(HubHandler):
         if kind == "write" and self.headers.get("Authorization") is None:
             return Answer(401, {"error": "Invalid username or password."})
         place = self.hub.new_place() if kind == "write" else self.hub.place_of_all()
-        return Answer(
-            200,
-            {"accessToken": "xet", "exp": int(time.time()) + 3600, "casUrl": f"local://{place}"},
-        )
+        expiry = int(time.time()) + 3600
+        return Answer(200, {"accessToken": "xet", "exp": expiry, "casUrl": f"local://{place}"})
 
     def bucket_file(self, name: str, path: str, _: bytes) -> Answer:
         file = self._bucket(name).files.get(path)
@@ -217,19 +212,18 @@ class _BucketHandler(HubHandler):
     def cdn(self, name: str, _: bytes) -> Answer:
         if self.headers.get("Authorization") is not None:
             return Answer(400, {"error": "the token has left the Hub"})
-        content, asked = self.hub.contents[name], self.headers.get("Range")
-        if asked is None:
+        content, byte_range = self.hub.contents[name], self.headers.get("Range")
+        if byte_range is None:
             return Answer(200, content)
-        start, stop = map(int, asked.removeprefix("bytes=").split("-"))
+        start, stop = map(int, byte_range.removeprefix("bytes=").split("-"))
         return Answer(206, content[start : stop + 1])
 
     def _bucket(self, name: str) -> Bucket:
-        found = self.hub.buckets.get(name)
-        if found is None or (
-            found.private and self.headers.get("Authorization") != f"Bearer {TOKEN}"
-        ):
+        bucket = self.hub.buckets.get(name)
+        has_token = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if bucket is None or (bucket.private and not has_token):
             raise absent("RepoNotFound")
-        return found
+        return bucket
 
     def _file(self, path: str, file: StoredFile) -> dict[str, Any]:
         facts = {
@@ -242,23 +236,18 @@ class _BucketHandler(HubHandler):
 
 
 def _top(entry: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Entry of a file in a listing of one level: the file, or the folder that contains it."""
+    """Return the entry of a file in a listing of one level: the file, or the folder that has it."""
     path: str = entry["path"]
-    begin = f"{prefix}/" if prefix and path.startswith(f"{prefix}/") else ""
-    step, _, deeper = path[len(begin) :].partition("/")
-    return (
-        {"type": "directory", "path": begin + step, "uploadedAt": entry["uploadedAt"]}
-        if deeper
-        else entry
-    )
+    parent = f"{prefix}/" if prefix and path.startswith(f"{prefix}/") else ""
+    step, _, rest = path[len(parent) :].partition("/")
+    if not rest:
+        return entry
+    return {"type": "directory", "path": parent + step, "uploadedAt": entry["uploadedAt"]}
 
 
 def _stamp(seconds: float) -> str:
-    return (
-        datetime.fromtimestamp(seconds, timezone.utc)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
+    moment = datetime.fromtimestamp(seconds, timezone.utc)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 _BUCKET = "/api/buckets/([^/]+/[^/]+)"
@@ -277,7 +266,7 @@ _BucketHandler.routes = [
 
 @contextmanager
 def using_buckets(hub: Hub) -> Iterator[None]:
-    """Like `using_hub`, but hf_xet gives up early; by default it retries for minutes."""
+    """Make this process use `hub` as `using_hub` does; hf_xet does not retry for minutes."""
     quick = {"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1", "HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms"}
     session = patch.object(_xet, "_GLOBAL_XET_HOLDER", _xet.XetSessionHolder())
     with patch.dict("os.environ", quick), session, using_hub(hub):
@@ -285,16 +274,16 @@ def using_buckets(hub: Hub) -> Iterator[None]:
 
 
 def copy_as_client(url: str, source: str, goal: str, overwrite: bool) -> None:
-    """`copy` in a process of its own, from or to the Hub at `url`."""
-    served = BucketHub(Path())
-    served.url = url
-    with using_buckets(served):
+    """Copy from or to the Hub at `url`: the action of another process."""
+    hub = BucketHub(Path())
+    hub.url = url
+    with using_buckets(hub):
         copy(source, goal, overwrite=overwrite)
 
 
 @contextmanager
 def serving_buckets(folder: Path) -> Iterator[BucketHub]:
-    """A Hub with buckets that answers while the block runs; contents are kept in `folder`."""
+    """Serve a Hub with buckets during the block; contents are kept in `folder`."""
     folder.mkdir(exist_ok=True)
     hub = BucketHub(folder)
     with serving(hub, _BucketHandler):

@@ -1,5 +1,4 @@
-"""A Hub on loopback: the endpoints that huggingface_hub uses to commit to model repositories and to
-read them.
+"""A Hub on loopback: the endpoints by which huggingface_hub commits to repositories and reads them.
 
 Repositories, branches, commits and large files are kept in memory. Large files come by the LFS
 protocol, in parts where they are larger than `part_bytes`; xet is not offered. `Fault`s make chosen
@@ -43,14 +42,12 @@ class Blob:
 
 @dataclass
 class Repository:
-    """One repository: the commit of each branch, the files of each commit, and the commit
-    messages.
-    """
+    """One model repository."""
 
     private: bool
-    branches: dict[str, str] = field(default_factory=dict)
-    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
-    messages: list[str] = field(default_factory=list)
+    branches: dict[str, str] = field(default_factory=dict)  # the commit of each
+    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)  # the files of each
+    messages: list[str] = field(default_factory=list)  # of all commits
 
     def add_commit(self, branch: str, files: dict[str, Blob], message: str) -> str:
         """Commit `files` as the branch's new content; return the commit id."""
@@ -61,7 +58,7 @@ class Repository:
         return oid
 
     def resolve(self, revision: str) -> str | None:
-        """The commit id of a branch or a commit id; None if unknown."""
+        """Return the commit id of a branch or of a commit id; None if unknown."""
         return self.branches.get(revision) or (revision if revision in self.commits else None)
 
 
@@ -77,9 +74,10 @@ class Hub(FakeServer):
         self.ignored: set[str] = set()  # paths that a .gitignore excludes
 
     def files(self, repository: str, branch: str = "main") -> dict[str, bytes]:
-        """The files at the head of a branch."""
-        found = self.repositories[repository]
-        return {path: blob.content for path, blob in found.commits[found.branches[branch]].items()}
+        """Return the content of each file at the head of a branch, by path."""
+        stored = self.repositories[repository]
+        blobs = stored.commits[stored.branches[branch]]
+        return {path: blob.content for path, blob in blobs.items()}
 
     def put(
         self,
@@ -101,13 +99,12 @@ def _blob_of(path: str, content: bytes) -> Blob:
 
 
 def _is_large(path: str, size_bytes: int) -> bool:
-    return path.endswith((".safetensors", ".h5", ".bin")) or (
-        size_bytes >= LARGE_BYTES and not path.endswith(".md")
-    )
+    is_weights = path.endswith((".safetensors", ".h5", ".bin"))
+    return is_weights or (size_bytes >= LARGE_BYTES and not path.endswith(".md"))
 
 
 def absent(code: str) -> Answer:
-    """The response for a missing object."""
+    """Return the response for a missing object."""
     return Answer(404, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
 
 
@@ -122,7 +119,7 @@ class HubHandler(FakeHandler):
         return cast("Hub", self.fake)
 
     def check(self, request: Request) -> None:
-        """Only the right token is taken; commits and new repositories need one."""
+        """Refuse any other token, and commits and new repositories without one."""
         token, path = request.headers.get("authorization"), request.path
         if request.method == "POST" and path.startswith("/api/") and token is None:
             raise Answer(401, {"error": "Invalid username or password."})
@@ -136,10 +133,9 @@ class HubHandler(FakeHandler):
         for method, pattern, action in self.routes:
             match = re.fullmatch(pattern, path)
             if match is not None and request.method in method.split():
+                arguments = [*map(unquote, match.groups()), request.content]
                 with self.hub.lock:
-                    return action(self, *map(unquote, match.groups()), request.content) or Answer(
-                        200
-                    )
+                    return action(self, *arguments) or Answer(200)
         return Answer(404, {"error": f"no such place: {path}"})
 
     # Request handlers
@@ -148,19 +144,16 @@ class HubHandler(FakeHandler):
         return Answer(200, {"type": "user", "name": "user", "auth": {}})
 
     def create(self, body: bytes) -> Answer:
-        asked = json.loads(body)
-        name = f"{asked.get('organization') or 'user'}/{asked['name']}"
+        settings = json.loads(body)
+        name = f"{settings.get('organization') or 'user'}/{settings['name']}"
+        url = f"{self.hub.url}/{name}"
         if name in self.hub.repositories:
-            return Answer(
-                409,
-                {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"},
-            )
-        private = asked.get("visibility") == "private" or bool(asked.get("private"))
-        found = self.hub.repositories[name] = Repository(private=private)
-        found.add_commit(
-            "main", {".gitattributes": Blob(b"*.safetensors filter=lfs\n", False)}, "initial commit"
-        )
-        return Answer(200, {"url": f"{self.hub.url}/{name}", "name": name})
+            return Answer(409, {"error": "You already created this model repo", "url": url})
+        is_private = settings.get("visibility") == "private" or bool(settings.get("private"))
+        repository = self.hub.repositories[name] = Repository(is_private)
+        files = {".gitattributes": Blob(b"*.safetensors filter=lfs\n", False)}
+        repository.add_commit("main", files, "initial commit")
+        return Answer(200, {"url": url, "name": name})
 
     def validate(self, _: bytes) -> Answer:
         return Answer(200, {"errors": [], "warnings": []})
@@ -169,17 +162,9 @@ class HubHandler(FakeHandler):
         repository = self._repository(name)
         oid, files = self._files(repository, revision or "main")
         siblings = [{"rfilename": path} for path in files]
-        return Answer(
-            200,
-            {
-                "id": name,
-                "modelId": name,
-                "sha": oid,
-                "private": repository.private,
-                "tags": [],
-                "siblings": siblings,
-            },
-        )
+        names = {"id": name, "modelId": name, "sha": oid}
+        facts = {"private": repository.private, "tags": [], "siblings": siblings}
+        return Answer(200, {**names, **facts})
 
     def branch(self, name: str, branch: str, _: bytes) -> Answer:
         repository = self._repository(name)
@@ -189,44 +174,28 @@ class HubHandler(FakeHandler):
         return Answer(200)
 
     def preupload(self, name: str, revision: str, body: bytes) -> Answer:
-        _, there = self._files(self._repository(name), revision)
-        found = []
+        _, stored = self._files(self._repository(name), revision)
+        files = []
         for file in json.loads(body)["files"]:
-            path, old = file["path"], there.get(file["path"])
+            path, blob = file["path"], stored.get(file["path"])
             mode = "lfs" if _is_large(path, file["size"]) else "regular"
-            found.append(
-                {
-                    "path": path,
-                    "uploadMode": mode,
-                    "shouldIgnore": path in self.hub.ignored,
-                    "oid": old.oid if old else None,
-                }
-            )
-        return Answer(200, {"files": found})
+            facts = {"shouldIgnore": path in self.hub.ignored, "oid": blob.oid if blob else None}
+            files.append({"path": path, "uploadMode": mode, **facts})
+        return Answer(200, {"files": files})
 
     def batch(self, _name: str, body: bytes) -> Answer:
-        return Answer(
-            200,
-            {
-                "transfer": "basic",
-                "objects": [self._object(**one) for one in json.loads(body)["objects"]],
-            },
-        )
+        objects = [self._object(**facts) for facts in json.loads(body)["objects"]]
+        return Answer(200, {"transfer": "basic", "objects": objects})
 
     def _object(self, oid: str, size: int) -> dict[str, Any]:
         if oid in self.hub.large:
             return {"oid": oid, "size": size}
         action: dict[str, Any] = {"href": f"{self.hub.url}/lfs/whole/{oid}"}
         if size > self.hub.part_bytes:
-            count = -(-size // self.hub.part_bytes)
-            urls = {
-                f"{number:05d}": f"{self.hub.url}/lfs/part/{oid}/{number}"
-                for number in range(1, count + 1)
-            }
-            action = {
-                "href": f"{self.hub.url}/lfs/complete/{oid}",
-                "header": {"chunk_size": str(self.hub.part_bytes), **urls},
-            }
+            header = {"chunk_size": str(self.hub.part_bytes)}
+            for number in range(1, -(-size // self.hub.part_bytes) + 1):
+                header[f"{number:05d}"] = f"{self.hub.url}/lfs/part/{oid}/{number}"
+            action = {"href": f"{self.hub.url}/lfs/complete/{oid}", "header": header}
         verify = {"href": f"{self.hub.url}/lfs/verify"}
         return {"oid": oid, "size": size, "actions": {"upload": action, "verify": verify}}
 
@@ -238,10 +207,9 @@ class HubHandler(FakeHandler):
         return Answer(200, None, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
 
     def complete(self, oid: str, body: bytes) -> None:
-        parts = json.loads(body)["parts"]
-        self._keep_large(
-            oid, b"".join([self.hub.parts.pop((oid, one["partNumber"])) for one in parts])
-        )
+        numbers = [part["partNumber"] for part in json.loads(body)["parts"]]
+        content = b"".join([self.hub.parts.pop((oid, number)) for number in numbers])
+        self._keep_large(oid, content)
 
     def verify(self, body: bytes) -> Answer:
         return Answer(200 if json.loads(body)["oid"] in self.hub.large else 404)
@@ -253,23 +221,17 @@ class HubHandler(FakeHandler):
 
     def commit(self, name: str, revision: str, body: bytes) -> Answer:
         repository = self._repository(name)
-        oid, there = self._files(repository, revision)
+        oid, stored = self._files(repository, revision)
         lines = [json.loads(line) for line in body.splitlines()]
-        header, files = lines[0]["value"], dict(there)
+        header, files = lines[0]["value"], dict(stored)
         if header.get("parentCommit") not in (None, oid):
             message = "A commit has happened since. Please refresh and try again."
             return Answer(412, {"error": message}, {"X-Error-Message": message})
         for line in lines[1:]:
             self._change(files, line["key"], line["value"])
-        made = repository.add_commit(revision, files, header["summary"])
-        return Answer(
-            200,
-            {
-                "commitUrl": f"{self.hub.url}/{name}/commit/{made}",
-                "commitOid": made,
-                "success": True,
-            },
-        )
+        commit = repository.add_commit(revision, files, header["summary"])
+        url = f"{self.hub.url}/{name}/commit/{commit}"
+        return Answer(200, {"commitUrl": url, "commitOid": commit, "success": True})
 
     def _change(self, files: dict[str, Blob], key: str, value: dict[str, Any]) -> None:
         path = value["path"]
@@ -280,18 +242,15 @@ class HubHandler(FakeHandler):
                 raise Answer(400, {"error": f"{path}: its content was not uploaded"})
             files[path] = Blob(self.hub.large[value["oid"]], True)
         elif path not in files:
-            raise Answer(
-                404,
-                {"error": "A file with this name doesn't exist"},
-                {"X-Error-Code": "EntryNotFound"},
-            )
+            error = {"error": "A file with this name doesn't exist"}
+            raise Answer(404, error, {"X-Error-Code": "EntryNotFound"})
         else:
             del files[path]
 
     def paths_info(self, name: str, revision: str, body: bytes) -> Answer:
         _, files = self._files(self._repository(name), revision)
-        asked = parse_qs(str(body, "utf-8"))["paths"]
-        return Answer(200, [_entry(name, files[name]) for name in asked if name in files])
+        paths = [path for path in parse_qs(str(body, "utf-8"))["paths"] if path in files]
+        return Answer(200, [_entry(path, files[path]) for path in paths])
 
     def tree(self, name: str, revision: str, _: bytes) -> Answer:
         files = self._files(self._repository(name), revision)[1]
@@ -310,10 +269,11 @@ class HubHandler(FakeHandler):
         return Answer(200, blob.content, headers)
 
     def _repository(self, name: str) -> Repository:
-        found = self.hub.repositories.get(name)
-        if found is None or (found.private and self.headers.get("Authorization") is None):
+        repository = self.hub.repositories.get(name)
+        has_token = self.headers.get("Authorization") is not None
+        if repository is None or (repository.private and not has_token):
             raise absent("RepoNotFound")
-        return found
+        return repository
 
     def _files(self, repository: Repository, revision: str) -> tuple[str, dict[str, Blob]]:
         oid = repository.resolve(revision)
@@ -354,7 +314,7 @@ HubHandler.routes = ROUTES
 
 @contextmanager
 def serving_hub(part_bytes: int = 1 << 20) -> Iterator[Hub]:
-    """A Hub that answers while the block runs; other processes reach its `url` by HF_ENDPOINT."""
+    """Serve a Hub during the block; other processes reach its `url` by HF_ENDPOINT."""
     hub = Hub(part_bytes)
     with serving(hub, HubHandler):
         yield hub
@@ -362,8 +322,9 @@ def serving_hub(part_bytes: int = 1 << 20) -> Iterator[Hub]:
 
 @contextmanager
 def using_hub(hub: Hub) -> Iterator[Hub]:
-    """Make this process use `hub` as the Hub, by patches: huggingface_hub read its settings when it
-    was imported.
+    """Make this process use `hub` as the Hub.
+
+    It patches huggingface_hub, which has read its settings when it was imported.
     """
     settings: dict[str, Any] = {
         "ENDPOINT": hub.url,

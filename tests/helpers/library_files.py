@@ -1,6 +1,4 @@
-"""The golden files that other libraries wrote, see `golden/make_library_files.py`, and the values
-in them.
-"""
+"""The golden files that other libraries wrote, see `golden/make_library_files.py`."""
 
 import importlib.util
 import sys
@@ -13,19 +11,15 @@ FOLDER = TESTS / "golden" / "libraries"
 
 
 def numbered(number: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values of tensor `number` of a file."""
-    return (
-        (torch.arange(torch.Size(shape).numel(), dtype=torch.float64) / 2 + 100 * number)
-        .view(shape)
-        .to(dtype)
-    )
+    """Make the tensor `number` of a file."""
+    values = torch.arange(torch.Size(shape).numel(), dtype=torch.float64) / 2 + 100 * number
+    return values.view(shape).to(dtype)
 
 
 def file_maker() -> ModuleType:
-    """The script that writes them, with the installed libraries."""
-    spec = importlib.util.spec_from_file_location(
-        "make_library_files", TESTS / "golden/make_library_files.py"
-    )
+    """Import the script that writes the files with the installed libraries."""
+    script = TESTS / "golden/make_library_files.py"
+    spec = importlib.util.spec_from_file_location("make_library_files", script)
     assert spec is not None
     assert spec.loader is not None
     # its classes are looked up there

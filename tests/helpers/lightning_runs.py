@@ -30,9 +30,7 @@ class Killed(BaseException):
 
 
 class Kill(lightning.Callback):
-    """Stops the run at the start of a batch once `after` steps are done, those before a resume
-    included.
-    """
+    """Stops the run at the start of the batch after `after` steps, with those before a resume."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -45,7 +43,7 @@ class Kill(lightning.Callback):
 
 
 class Tuned(lightning.LightningModule):
-    """A language model with dropout, and beside it a head, a frozen layer and a counter."""
+    """A language model with dropout, with a head, a frozen layer and a counter."""
 
     def __init__(self, kind: str = "llama", plateau: str | None = None) -> None:
         super().__init__()
@@ -55,13 +53,14 @@ class Tuned(lightning.LightningModule):
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
         self.register_buffer("seen_batches", torch.zeros(()))
         self.plateau = plateau
-        self.seen: list[Any] = []
+        self.steps: list[Any] = []  # epoch, batch, tokens, loss
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         out = self.net(**batch)
         loss = out.loss + 0.01 * self.head(out.logits).mean() ** 2
         self.seen_batches += 1
-        self.seen.append((self.current_epoch, batch_idx, batch["input_ids"].tolist(), float(loss)))
+        tokens = batch["input_ids"].tolist()
+        self.steps.append((self.current_epoch, batch_idx, tokens, float(loss)))
         self.log("loss", loss, on_step=True)
         return loss
 
@@ -70,20 +69,13 @@ class Tuned(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
-        if self.plateau:
-            schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                optimizer, factor=0.5, patience=0, threshold=9.0
-            )
-            return [optimizer], [
-                {
-                    "scheduler": schedule,
-                    "monitor": "val_loss",
-                    "interval": self.plateau,
-                    "strict": False,
-                }
-            ]
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        schedulers = torch.optim.lr_scheduler
+        if not self.plateau:
+            cosine = schedulers.CosineAnnealingLR(optimizer, 20)
+            return [optimizer], [{"scheduler": cosine, "interval": "step"}]
+        plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=9.0)
+        settings = {"monitor": "val_loss", "interval": self.plateau, "strict": False}
+        return [optimizer], [{"scheduler": plateau, **settings}]
 
 
 class Counted(lightning.Callback):
@@ -119,38 +111,29 @@ def module(seed: int = 0, **settings: Any) -> Tuned:
 
 
 def trainer(callbacks: Any = (), **settings: Any) -> Any:
-    """2 epochs of 7 batches, without checkpoints unless a callback makes them."""
-    return lightning.Trainer(
-        **{
-            **QUIET,
-            "max_epochs": 2,
-            "enable_checkpointing": False,
-            "callbacks": list(callbacks),
-            **settings,
-        }
-    )
+    """Make a trainer for 2 epochs of 7 batches; checkpoints are made by callbacks alone."""
+    defaults = {**QUIET, "max_epochs": 2, "enable_checkpointing": False}
+    return lightning.Trainer(**{**defaults, "callbacks": list(callbacks), **settings})
 
 
 def ours(folder: Path, callbacks: Any = (), own: Any = None, **settings: Any) -> Any:
-    """Like `trainer`, saving at every step and resuming through ft_ckpt."""
-    told = {"every": 1, "on_difference": "ignore", **(own or {})}
-    made = [*callbacks, LightningCheckpoint(folder, **told)]
-    return trainer(made, **{"enable_checkpointing": True, **settings})
+    """Make a trainer as `trainer` does, which saves at every step and resumes through ft_ckpt.
+
+    `own` are settings of the checkpoint callback, `settings` those of the trainer.
+    """
+    options = {"every": 1, "on_difference": "ignore", **(own or {})}
+    with_checkpoints = [*callbacks, LightningCheckpoint(folder, **options)]
+    return trainer(with_checkpoints, **{"enable_checkpointing": True, **settings})
 
 
-def run(made: Any, of: Tuned, data: Any, checked: Any = None) -> list[Any]:
-    """All steps until the run ends or is killed."""
+def run(trainer: Any, module: Tuned, data: Any, validation: Any = None) -> list[Any]:
+    """Train until the run ends or is killed; return all steps."""
     lightning.seed_everything(5, verbose=False)
+    texts = "does not have many workers|lower value for log_every|eval mode|metric val_loss"
     with suppress(Killed), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore",
-            message=(
-                ".*(does not have many workers|lower value for log_every|eval mode|metric "
-                "val_loss).*"
-            ),
-        )
-        made.fit(of, data, checked)
-    return list(of.seen)
+        warnings.filterwarnings("ignore", message=f".*({texts}).*")
+        trainer.fit(module, data, validation)
+    return list(module.steps)
 
 
 __all__ = [

@@ -22,8 +22,9 @@ class _Server(ThreadingHTTPServer):
 def answering(
     handler: type[BaseHTTPRequestHandler], port: int = 0, host: str = "127.0.0.1"
 ) -> Iterator[str]:
-    """The URL of a server that answers with `handler`, each connection in a thread; port 0: any
-    free port.
+    """Answer with `handler` during the block, each connection in a thread; yield the URL.
+
+    Port 0 is any free port.
     """
     server = _Server((host, port), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

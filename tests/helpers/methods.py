@@ -1,6 +1,4 @@
-"""PEFT's methods, those that can be merged and others, each as a function from target modules to a
-configuration.
-"""
+"""PEFT's methods: a function from target modules to a config for each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +37,7 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "oft-exact": of_class("OFTConfig", r=0, oft_block_size=4, use_cayley_neumann=False),
     "boft": of_class("BOFTConfig", boft_block_size=4),
     "vera": of_class("VeraConfig", r=4),
-    "vera-anew": of_class("VeraConfig", r=4, save_projection=False),
+    "vera-seed": of_class("VeraConfig", r=4, save_projection=False),
     "pvera": of_class("PveraConfig", r=4),
     "hra": of_class("HRAConfig", r=4),
     "fourierft": of_class("FourierFTConfig", n_frequency=20),
@@ -100,13 +98,12 @@ UNMERGEABLE: dict[str, Callable[[Any], Any]] = {
 
 
 def with_adapter(base: nn.Module, config: Any, seed: int = 3) -> Any:
-    """The base with a trained adapter on it, in eval mode."""
+    """Put an adapter on the base, with values as after a training, in eval mode."""
     model = get_peft_model(base, config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
-                parameter.add_(
-                    torch.randn(parameter.shape, generator=generator).to(parameter) * 0.05
-                )
+                change = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(change.to(parameter) * 0.05)
     return model.eval()

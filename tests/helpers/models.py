@@ -68,7 +68,7 @@ class ValueHead(nn.Module):
 
 
 class PolicyAndValue(nn.Module):
-    """A language model with a value head beside it, as PPO trains them."""
+    """A language model with a value head, as PPO trains them."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
@@ -131,20 +131,20 @@ def gpt2(**overrides: Any) -> nn.Module:
 
 
 def mixtral(**overrides: Any) -> nn.Module:
-    """Holds fused experts in memory that are one tensor per expert on disk."""
+    """Make a Mixtral: its experts are fused in memory, and one tensor for each expert on disk."""
     return MixtralForCausalLM(
         MixtralConfig(**{**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2, **overrides})
     )
 
 
 def experts() -> nn.Module:
-    """Experts that divide by 2 and 4 ranks, in sizes that grouped matrix products accept."""
+    """Make a Mixtral whose experts divide by 2 and 4 ranks, in sizes for grouped products."""
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 4}
     return mixtral(**sizes, num_local_experts=4)
 
 
 def lora(base: nn.Module | None = None) -> PeftModel:
-    """Two adapters of different shape, the first with a fully trained head; the first is active."""
+    """Put two adapters of different shape on `base`; the first trains its head, and is active."""
     first = LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
     )
@@ -158,7 +158,7 @@ def lora(base: nn.Module | None = None) -> PeftModel:
 
 
 def lora_experts() -> PeftModel:
-    """An adapter on attention and on fused experts."""
+    """Make a Mixtral with an adapter on attention and on fused experts."""
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = LoraConfig(
         r=2, target_modules=["q_proj"], target_parameters=experts, task_type="CAUSAL_LM"
@@ -167,14 +167,12 @@ def lora_experts() -> PeftModel:
 
 
 def wide() -> nn.Module:
-    """Some 7 MB, so that many small buckets are needed."""
+    """Make a model of some 7 MB, which needs many small buckets."""
     return qwen3(vocab_size=3001, hidden_size=192, intermediate_size=257, head_dim=48)
 
 
 def lora_wide() -> PeftModel:
-    """An adapter of some 8 KB on a base of some 7 MB: the number of bytes sent shows which one was
-    sent.
-    """
+    """Make an adapter of some 8 KB on a base of some 7 MB: bytes that are sent tell them apart."""
     return get_peft_model(wide(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
@@ -191,14 +189,14 @@ def shared_trunk() -> nn.Module:
 
 
 def partly_frozen() -> nn.Module:
-    """A tied model whose first layer is not trained."""
+    """Make a tied model whose first layer is not trained."""
     model: Any = llama()
     model.model.layers[0].requires_grad_(False)
     return model
 
 
 def big() -> nn.Module:
-    """Some 120 MB in float32, no tensor above 4 MB."""
+    """Make a model of some 120 MB in float32, without tensors above 4 MB."""
     sizes = {
         "vocab_size": 1024,
         "hidden_size": 512,
@@ -209,7 +207,7 @@ def big() -> nn.Module:
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """The model made by the function of that name in this module, filled and in training mode."""
+    """Make the model of the function with that name in this module, filled, in training mode."""
     model = globals()[name]()
     fill(model, seed)
     return model.train()
@@ -225,16 +223,20 @@ def fill(model: nn.Module, seed: int = 0, scale: float = 0.1) -> None:
 
 
 def batch(seed: int, rows: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
-    """Token ids of shape (rows, length), labels the same."""
+    """Make token ids of shape (rows, length); the labels are the same."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Words w0 to w79 and the special tokens of a chat model; fewer tokens than embedding rows."""
+    """Make a tokenizer of the words w0 to w79 and the special tokens of a chat model.
+
+    It has fewer tokens than the models have rows of embeddings.
+    """
     special = ["<s>", "</s>", "<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-    words = {token: index for index, token in enumerate([*special, *(f"w{i}" for i in range(80))])}
+    tokens = [*special, *(f"w{number}" for number in range(80))]
+    words = {token: index for index, token in enumerate(tokens)}
     core = Tokenizer(WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = WhitespaceSplit()
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -245,9 +247,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def trained(model: Any, seed: int = 7) -> Any:
-    """Every trainable parameter moved to values of its own, as training would."""
+    """Change every trainable parameter, as training would; the model is then in eval mode."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.no_grad():
-        for index, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        for index, parameter in enumerate(trainable):
             generator = torch.Generator().manual_seed(seed * 1000 + index)
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model.eval()

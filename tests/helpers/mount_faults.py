@@ -1,7 +1,7 @@
-"""Campaigns on a network file system: two ranks, each on a node with its own client, and what a
-third client finds after a fault.
+"""Campaigns on a network file system: faults of two ranks, each on a node with its own client.
 
-Each is called in a program of its own (`run_python`) and prints what it counted as JSON.
+A third client checks what there is after a fault. Each campaign is called in a program of its own
+(`run_python`) and prints what it counted as JSON.
 """
 
 import json
@@ -38,6 +38,11 @@ NAMED = re.compile(r"run/\S|\w\.(safetensors|json)")
 PAUSE_SECONDS = 0.3  # after a failed save
 FULL_BYTES, BLOCK_BYTES = 64 << 20, 1 << 20
 _BALLAST = 1 << 18  # so that each rank writes a part of the file
+OPTIONS: dict[str, Any] = {
+    **QUIET,
+    "each_rank_writes": "on",
+    "enter_timeout_seconds": ENTER_SECONDS,
+}
 
 
 class Heavy(nn.Module):
@@ -66,7 +71,7 @@ class Stage:
 
 @contextmanager
 def staged(kind: str, folder: Path, **options: Any) -> Iterator[Stage]:
-    """The disk of this kind for the block; then what was counted is printed."""
+    """Run a disk of this kind during the block; then print what was counted."""
     disk_class: type[NetworkDisk] = getattr(network_disks, kind)
     with disk_class(folder / "stand", **options) as disk:
         *clients, reader = disk.clients(3)
@@ -85,11 +90,9 @@ def train(rank: int, folder: Path, log: Path, settings: Mapping[str, Any]) -> No
     """Train to the end of the run in `folder` from wherever it is; `log` gets a line a step."""
     run = prepared(wrap=Heavy)
     every, keep = Every(steps=1, signals=()), Keep(last=2)
-    options = {**QUIET, "each_rank_writes": "on", "enter_timeout_seconds": ENTER_SECONDS}
+    options = {**OPTIONS, "every": every, "keep": keep, **settings}
     saver: CheckpointSaver[Any]
-    with CheckpointSaver(
-        run.accelerator, folder, every=every, keep=keep, **{**options, **settings}
-    ) as saver:
+    with CheckpointSaver(run.accelerator, folder, **options) as saver:
         saver.resume()
         note("resumed", rank)
         if saver.progress.resumed_from is None:
@@ -103,7 +106,7 @@ def train(rank: int, folder: Path, log: Path, settings: Mapping[str, Any]) -> No
 
 
 def weights_of(run: Trained) -> str:
-    """A number for the weights and the moments of a step."""
+    """Return a number for the weights and the moments of a step, as hexadecimal text."""
     total = torch.zeros((), dtype=torch.float64)
     for tensor in run.model.state_dict().values():
         total += tensor.double().square().sum()
@@ -113,7 +116,7 @@ def weights_of(run: Trained) -> str:
 
 
 def logged(log: Path, rank: int) -> dict[int, str]:
-    """The values of each step; a step that ran more than once must have had the same."""
+    """Return the logged values of each step, which are equal if a step ran more than once."""
     values: dict[int, str] = {}
     for line in Path(f"{log}-{rank}").read_text().splitlines():
         step, _, rest = line.partition(" ")
@@ -123,7 +126,7 @@ def logged(log: Path, rank: int) -> dict[int, str]:
 
 
 def killed(kind: str, folder: str, seed: int, kills: int, background: bool) -> None:
-    """Kill a rank, or both, at random moments; the run ends as if it had not been killed."""
+    """Kill a rank, or both, at random moments: the run ends as if it had not been killed."""
     chances = random.Random(seed)
     local, settings = Path(folder, "logs"), {"background": background}
     local.mkdir()
@@ -151,7 +154,7 @@ def killed(kind: str, folder: str, seed: int, kills: int, background: bool) -> N
 def _life(
     stage: Stage, launch: Launch, chances: random.Random, life_seconds: float, kills: int
 ) -> bool:
-    """Let the ranks train, and kill one or both; whether they came to the end."""
+    """Let the ranks train, and kill one or both; return whether they came to the end."""
     launch.await_note("resumed", START_SECONDS)
     if stage.counts["killed"] >= kills:
         refuse_errors(launch.wait(300))
@@ -182,7 +185,7 @@ def refuse_errors(ends: Mapping[int, Any]) -> None:
 
 
 def check_whole(stage: Stage, run: Path) -> None:
-    """A third client finds whole checkpoints only, and loads the newest."""
+    """Check that a third client finds whole checkpoints only, and the newest of them."""
     if not run.exists():
         return
     for path in sorted(run.glob("checkpoint-*")):
@@ -200,20 +203,16 @@ def check_whole(stage: Stage, run: Path) -> None:
 
 
 def save_on(rank: int, folder: Path, settings: Mapping[str, Any], saves: int) -> list[Any]:
-    """Save at each of so many steps, or until the note "stop"; what each save took in seconds, and
-    its error.
+    """Save at each of so many steps, or until the note "stop".
+
+    Returns the seconds of each save, and its error or "".
     """
     run = prepared(wrap=Heavy)
-    options = {**QUIET, "each_rank_writes": "on", "enter_timeout_seconds": ENTER_SECONDS}
+    every, keep = Every(steps=1, signals=()), Keep(last=2)
+    options = {**OPTIONS, "every": every, "keep": keep, **settings}
     outcomes: list[Any] = []
     saver: CheckpointSaver[Any]
-    with CheckpointSaver(
-        run.accelerator,
-        folder,
-        every=Every(steps=1, signals=()),
-        keep=Keep(last=2),
-        **{**options, **settings},
-    ) as saver:
+    with CheckpointSaver(run.accelerator, folder, **options) as saver:
         saver.resume()
         rows = torch.ones(2, 3)
         for number in range(saves):
@@ -234,7 +233,7 @@ def save_on(rank: int, folder: Path, settings: Mapping[str, Any], saves: int) ->
 
 
 def agreed(value: bool) -> bool:
-    """Rank 0's value."""
+    """Return rank 0's value. Collective."""
     tensor = torch.tensor(float(value))
     dist.broadcast(tensor, 0)
     return bool(tensor)
@@ -243,8 +242,9 @@ def agreed(value: bool) -> bool:
 def check_errors(
     stage: Stage, ends: Mapping[int, Ended], limit_seconds: float, *, node: str = "node-"
 ) -> None:
-    """Both ranks have ended; a save that failed did so on both, within the limit, and its errors
-    name a file and a node.
+    """Check that both ranks have ended, and that each save failed on both or on none.
+
+    A save failed within the limit, and its errors name a file and a node.
     """
     assert len(ends) == 2, "a rank hangs"
     results = [ends[rank].result for rank in (0, 1)]
@@ -266,9 +266,7 @@ def check_errors(
 def outages(
     kind: str, folder: str, seed: int, count: int, background: bool, limit_seconds: float
 ) -> None:
-    """The server is killed in mid-save and comes back: the saves in between fail, the next ones
-    work.
-    """
+    """Kill the server in mid-save and start it again: saves fail meanwhile, and then work."""
     chances = random.Random(seed)
     with staged(kind, Path(folder)) as stage:
         point = stage.nodes.point / "run"
@@ -289,7 +287,7 @@ def outages(
 
 
 def client_killed(kind: str, folder: str, seed: int, victim: int) -> None:
-    """The client of one node ends: an error on both ranks names the node; a new one resumes."""
+    """Kill the client of one node: an error on both ranks names the node; a new one resumes."""
     chances = random.Random(seed)
     with staged(kind, Path(folder)) as stage:
         point = stage.nodes.point / "run"
@@ -308,7 +306,7 @@ def client_killed(kind: str, folder: str, seed: int, victim: int) -> None:
 
 
 def server_gone(kind: str, folder: str, seed: int, number: int, limit_seconds: float) -> None:
-    """The server goes for good, or answers no more: an error on both ranks within the limit."""
+    """Kill or stop the server for good: an error on both ranks within the limit."""
     chances = random.Random(seed)
     with staged(kind, Path(folder)) as stage:
         point = stage.nodes.point / "run"
@@ -323,7 +321,7 @@ def server_gone(kind: str, folder: str, seed: int, number: int, limit_seconds: f
 
 
 def full(kind: str, folder: str, background: bool) -> None:
-    """There is no room for a checkpoint on the server, then there is again."""
+    """Fill the server, so that a checkpoint has no room, and empty it again."""
     with staged(kind, Path(folder), size_bytes=FULL_BYTES) as stage:
         point = stage.nodes.point / "run"
         settings = {"background": background}

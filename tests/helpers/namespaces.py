@@ -17,7 +17,7 @@ _DETACH = 2
 
 
 def can_mount() -> bool:
-    """True if this user may create mount namespaces and mount in them."""
+    """Check whether this user may create mount namespaces and mount in them."""
     command = ["unshare", "-m", "sh", "-c", "mount -t tmpfs none /mnt"]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -26,8 +26,9 @@ def can_mount() -> bool:
 
 
 def take_disk(place: Path, kept: Path | None = None) -> None:
-    """Give this process, which must have one thread, a private disk at `place`: a tmpfs, or `kept`
-    by a bind mount.
+    """Give this process, which must have one thread, a private disk at `place`.
+
+    It is a tmpfs, or the folder `kept` by a bind mount.
     """
     place.mkdir(parents=True, exist_ok=True)
     _take_mounts()
@@ -41,11 +42,11 @@ def take_disk(place: Path, kept: Path | None = None) -> None:
 
 @contextmanager
 def on_node(number: int, client: Path, place: Path) -> Iterator[None]:
-    """Be on the node of that number, which has the mount point `client` at `place`.
+    """Put the calling thread on the node of that number, which has the folder `client` at `place`.
 
-    For the calling thread, and the threads that it starts in the block or later. Other threads of
-    this process stay where they are. A process stays on its first node, whose machine id is its
-    own, and may take other clients there.
+    Threads that it starts in the block or later are there, too. Other threads of this process stay
+    where they are. A process stays on its first node, whose machine id is its own, and may take
+    other clients there.
     """
     _enter_node(number, place.parent)
     place.mkdir(exist_ok=True)
@@ -65,8 +66,9 @@ def _enter_node(number: int, folder: Path) -> None:
 
 
 def take_machine_id(identity: Path) -> None:
-    """Show the boot id in the file `identity` to this process, which has mounts of its own: as on
-    another machine.
+    """Show the boot id in the file `identity` to this process, as on another machine.
+
+    The process must have mounts of its own.
     """
     _bind(identity, _BOOT_ID)
 

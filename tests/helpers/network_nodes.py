@@ -33,17 +33,21 @@ class Nodes:
 
     @contextmanager
     def joined(self) -> Iterator[Path]:
-        """Be on the node of this rank; the place of the file system there."""
+        """Put this rank on its node during the block; yield the place of the file system there."""
         with on_node(RANK, self.clients[RANK], self.place):
             yield self.place
 
 
 def stands() -> list[Any]:
-    """Every file system with each time that clients may cache for, as parameters."""
+    """Return every file system with each time that clients may cache for, as parameters."""
     cases = []
     for kind in NETWORK_DISKS:
-        for cache_seconds in CACHE_SECONDS if kind.has_cache_seconds else CACHE_SECONDS[:1]:
-            name = f"{kind.name}-{cache_seconds}" if kind.has_cache_seconds else kind.name
+        for cache_seconds in CACHE_SECONDS:
+            name = f"{kind.name}-{cache_seconds}"
+            if not kind.has_cache_seconds:
+                if cache_seconds != CACHE_SECONDS[0]:
+                    continue
+                name = kind.name
             cases.append(pytest.param((kind, cache_seconds, name), id=name, marks=kind.needed()))
     return cases
 
@@ -52,7 +56,7 @@ def stands() -> list[Any]:
 def running_nodes(
     kind: type[NetworkDisk], cache_seconds: int, folder: Path, name: str
 ) -> Iterator[Nodes]:
-    """Nodes of one file system below `folder`, which is on a local disk."""
+    """Run one file system and its clients below `folder`, which is on a local disk."""
     with kind(folder / "disk") as disk:
         *clients, reader = disk.clients(MAX_RANKS + 1, cache_seconds)
         yield Nodes(name, cache_seconds, tuple(clients), reader, folder / "shared", folder)

@@ -1,4 +1,4 @@
-"""Nodes of a cluster: a network and a mount namespace for each, on one switch.
+"""Nodes of a cluster on one switch, each with namespaces of the network and of mounts.
 
 Needs root or a user namespace.
 """
@@ -22,22 +22,20 @@ _ALONE = (("-n", "-m"), ("-U", "-r", "-n", "-m"))  # as root, and as anybody
 
 @dataclass(frozen=True)
 class Cluster:
-    """Processes that keep the namespaces alive: of the switch that connects all nodes, and of each
-    node.
-    """
+    """The ids of processes that keep the namespaces alive: of the switch, and of each node."""
 
-    switch: int
+    switch: int  # connects all nodes
     nodes: tuple[int, ...]
 
 
 def address_of(node: int) -> str:
-    """The address of a node among the others."""
+    """Return the address of a node among the others."""
     return f"10.77.0.{node + 1}"
 
 
 @cache
 def why_no_cluster() -> str:
-    """Why this user cannot run a cluster; "" if it is possible."""
+    """Return why this user cannot run a cluster; "" if it is possible."""
     try:
         with running_cluster(1, Path("/mnt")):
             return ""
@@ -47,16 +45,14 @@ def why_no_cluster() -> str:
 
 @contextmanager
 def running_cluster(size: int, disk: Path, kept: Path | None = None) -> Iterator[Cluster]:
-    """Run `size` nodes, each with a private tmpfs at `disk`; the first has `kept` there instead, if
-    given.
+    """Run `size` nodes, each with a private tmpfs at `disk`.
+
+    The first has the folder `kept` there instead, if it is given.
     """
     with ExitStack() as stack:
         switch = stack.enter_context(_keeper(["unshare", *_rights()]))
-        _run_in(
-            switch,
-            f"ip link set lo up && ip link add sw type bridge && ip addr add {SWITCH}/24 dev sw",
-        )
-        _run_in(switch, "ip link set sw up")
+        _run_in(switch, "ip link set lo up && ip link add sw type bridge")
+        _run_in(switch, f"ip addr add {SWITCH}/24 dev sw && ip link set sw up")
         nodes = []
         for number in range(size):
             node = stack.enter_context(_keeper([*_entering(switch), "unshare", "-n", "-m"]))
@@ -64,42 +60,36 @@ def running_cluster(size: int, disk: Path, kept: Path | None = None) -> Iterator
             _run_in(switch, f"ip link set node{number} master sw up")
             _run_in(node, f"ip link set lo up && ip addr add {address_of(number)}/24 dev {LINK}")
             _run_in(node, f"ip link set {LINK} up")
-            bound = kept is not None and not number
-            _run_in(
-                node,
-                shlex.join(
-                    [
-                        "mount",
-                        *(["--bind", str(kept)] if bound else ["-t", "tmpfs", "none"]),
-                        str(disk),
-                    ]
-                ),
-            )
+            source = ["-t", "tmpfs", "none"]
+            if kept is not None and number == 0:
+                source = ["--bind", str(kept)]
+            _run_in(node, shlex.join(["mount", *source, str(disk)]))
             nodes.append(node)
         yield Cluster(switch, tuple(nodes))
 
 
 def join_node(keeper: int) -> None:
     """Move this process, which must have one thread, into the node of the process `keeper`."""
-    here, files = Path.cwd(), []
+    folder, files = Path.cwd(), []
     for kind in _KINDS:
-        place = f"/proc/{keeper}/ns/{kind}"
-        if Path(place).readlink() != Path(f"/proc/self/ns/{kind}").readlink():
+        path = f"/proc/{keeper}/ns/{kind}"
+        if Path(path).readlink() != Path(f"/proc/self/ns/{kind}").readlink():
             # open all of them first: a path may be unreachable after a join
-            files.append(os.open(place, os.O_RDONLY))
+            files.append(os.open(path, os.O_RDONLY))
     for file in files:
         _join(file, 0)
         os.close(file)
-    os.chdir(here)
+    os.chdir(folder)
 
 
 @contextmanager
 def in_network_of(keeper: int) -> Iterator[None]:
-    """Create this thread's sockets in the network of the process `keeper` while the block runs.
+    """Create this thread's sockets in the network of the process `keeper` during the block.
 
     Needs root.
     """
-    own, other = (os.open(f"/proc/{name}/ns/net", os.O_RDONLY) for name in ("thread-self", keeper))
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    other = os.open(f"/proc/{keeper}/ns/net", os.O_RDONLY)
     _join(other, _NEW_NETWORK)
     try:
         yield
@@ -110,7 +100,7 @@ def in_network_of(keeper: int) -> Iterator[None]:
 
 
 def cut_link() -> None:
-    """Pull the cable of the node that this process is on."""
+    """Cut the network link of the node that this process is on."""
     subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
 
 
@@ -125,28 +115,22 @@ def _join(file: int, kind: int) -> None:
 
 @cache
 def _rights() -> tuple[str, ...]:
-    """The options of `unshare` that work for this user."""
+    """Return the options of `unshare` that work for this user. Raises OSError if none do."""
     for rights in _ALONE:
-        if (
-            subprocess.run(
-                ["unshare", *rights, "true"], capture_output=True, check=False
-            ).returncode
-            == 0
-        ):
+        command = ["unshare", *rights, "true"]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             return rights
     raise OSError("unshare is not permitted")
 
 
 @contextmanager
 def _keeper(command: Sequence[str]) -> Iterator[int]:
-    """An idle process in the namespaces that `command` creates; it ends with this one."""
-    told = [*command, "sh", "-c", "echo here; exec cat"]
-    with subprocess.Popen(
-        told, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    """Run an idle process in the namespaces that `command` creates; it ends with this one."""
+    idle, pipe = [*command, "sh", "-c", "echo ready; exec cat"], subprocess.PIPE
+    with subprocess.Popen(idle, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        if process.stdout.readline() != b"here\n":
+        if process.stdout.readline() != b"ready\n":
             raise OSError(process.stderr.read().decode())
         try:
             yield process.pid
@@ -155,15 +139,10 @@ def _keeper(command: Sequence[str]) -> Iterator[int]:
 
 
 def _entering(keeper: int) -> list[str]:
+    """Return the command that runs another one in the namespaces of the process `keeper`."""
     is_own = Path(f"/proc/{keeper}/ns/user").readlink() == Path("/proc/self/ns/user").readlink()
-    return [
-        "nsenter",
-        "-t",
-        str(keeper),
-        *(() if is_own else ("-U", "--preserve-credentials")),
-        "-n",
-        "-m",
-    ]
+    user = [] if is_own else ["-U", "--preserve-credentials"]
+    return ["nsenter", "-t", str(keeper), *user, "-n", "-m"]
 
 
 def _run_in(keeper: int, script: str) -> None:

@@ -1,7 +1,7 @@
-"""Ranks on nodes of their own: forked processes, each with its client of a network file system, a
-host name and a boot id.
+"""Ranks on nodes: forked processes, each with its client of a network file system.
 
-All see the file system at the same path. Call it in a process with one thread: `run_python`.
+Each has a host name and a boot id, and all see the file system at the same path. Call it in a
+process with one thread: `run_python`.
 """
 
 import ctypes
@@ -31,13 +31,11 @@ Work = Callable[[int], Any]  # of a rank; its result goes as JSON
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended: its exit status (-9: killed), what its work returned or the error of it,
-    and when.
-    """
+    """How a rank ended."""
 
-    status: int
-    result: Any
-    error: str
+    status: int  # the exit status; -9: killed
+    result: Any  # of its work
+    error: str  # of its work, or ""
     ended_at: float  # by time.monotonic
 
 
@@ -66,14 +64,13 @@ class Launch:
 
     def await_outcome(self, seconds: float, *, is_good: bool) -> None:
         """Return when a later save than those so far has worked, or has failed, on all ranks."""
-        begun = [len(outcomes) for outcomes in self._outcomes()]
+        counts = [len(outcomes) for outcomes in self._outcomes()]
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self._collect():
-            later = [
-                any((not error) is is_good for _, error in outcomes[count:])
-                for outcomes, count in zip(self._outcomes(), begun, strict=True)
-            ]
-            if all(later):
+            are_met = []
+            for outcomes, count in zip(self._outcomes(), counts, strict=True):
+                are_met.append(any((not error) is is_good for _, error in outcomes[count:]))
+            if all(are_met):
                 return
             time.sleep(_POLL_SECONDS)
         assert self.ended, f"no {'good' if is_good else 'failed'} save within {seconds} s"
@@ -86,7 +83,7 @@ class Launch:
         return outcomes
 
     def wait(self, seconds: float) -> dict[int, Ended]:
-        """How each rank ended within these seconds; those that did not are killed and left out."""
+        """Return how each rank ended within these seconds; the others are killed and left out."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and len(self._collect()) < len(self.processes):
             time.sleep(_POLL_SECONDS)
@@ -116,13 +113,11 @@ class Launch:
 
 @dataclass
 class Nodes:
-    """Nodes that see a file system at `point`, each through its client; `folder` is on a local
-    disk.
-    """
+    """Nodes that see a file system at one path, each through its client."""
 
     clients: list[Path]
-    point: Path
-    folder: Path
+    point: Path  # where they see it
+    folder: Path  # on a local disk
     launches: int = 0
 
     def begin(self, work: Work) -> Launch:
@@ -183,5 +178,5 @@ class Nodes:
 
 
 def note(name: str, rank: int) -> None:
-    """Tell the process that began the ranks that this one has come so far."""
+    """Tell the process that began the ranks that this rank has come so far."""
     Path(f"{name}-{rank}").touch()

@@ -53,13 +53,10 @@ class Preconditioned(Small):
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[parameter]
         if not state:
+            identities = [torch.eye(size) for size in gradient.shape]
             state["steps"] = 0
-            state["sides"] = (
-                [torch.eye(size) for size in gradient.shape] if gradient.dim() == 2 else [None]
-            )
-            state["bases"] = (
-                [] if gradient.dim() == 1 else [torch.eye(size) for size in gradient.shape]
-            )
+            state["sides"] = identities if gradient.dim() == 2 else [None]
+            state["bases"] = [] if gradient.dim() == 1 else [side.clone() for side in identities]
         state["steps"] += 1
         if gradient.dim() != 2:
             return gradient.div(state["steps"])
@@ -73,9 +70,7 @@ class Preconditioned(Small):
 
 
 class Nested(Small):
-    """Dicts, tuples and queues with tensors like the parameter, tensors of one element, and plain
-    values.
-    """
+    """Dicts, tuples and queues with tensors of several shapes, and plain values."""
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[parameter]
@@ -98,16 +93,12 @@ class Nested(Small):
         state["numbers"][0.5][0] += 1
         sign = -0.1 if state["flags"][0] else 1.0
         scale = float(state["numbers"]["scale"]) * state["numbers"][0.5][0]
-        change: Tensor = (
-            moments["fast"] * sign + moments["slow"]["exact"] * scale + sum(state["recent"])
-        )
-        return change
+        recent: Tensor = sum(state["recent"])
+        return moments["fast"] * sign + moments["slow"]["exact"] * scale + recent
 
 
 class Settings(Small):
-    """Tensors of several shapes, numbers of numpy, members of an enum and lists of tensors among a
-    group's settings.
-    """
+    """Settings of a group that are tensors, numbers of numpy, members of an enum, and lists."""
 
     def make_settings(self) -> dict[str, Any]:
         return {
@@ -128,9 +119,10 @@ class Settings(Small):
         group["table"].mul_(1.01)
         group["first"].fill_(False)
         group["sums"][0].add_(1)
-        group["total"] = (
-            torch.zeros(1) if group["total"] is None else group["total"].add_(group["d"])
-        )
+        if group["total"] is None:
+            group["total"] = torch.zeros(1)
+        else:
+            group["total"].add_(group["d"])
         group["largest"] = torch.zeros(1, dtype=torch.float64).fill_(float(group["largest"]) + 0.5)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
@@ -146,9 +138,7 @@ class Settings(Small):
 
 
 class Turned(Small):
-    """A matrix whose elements lie in memory by columns, which decides on the last bits of
-    products.
-    """
+    """A matrix whose elements lie in memory by columns: that decides the last bits of products."""
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[parameter]
@@ -162,22 +152,21 @@ class Turned(Small):
         return product.view_as(gradient)
 
 
-class Beside(Small):
-    """Values and tensors under keys that are no parameters."""
+class Global(Small):
+    """Values and tensors under keys of the state that are no parameters."""
 
     def advance(self, group: dict[str, Any]) -> None:
-        beside: dict[Any, Any] = self.state
-        calls = beside.get("calls", 0) + 1
-        mean = beside["scale"]["mean"].add_(1.0) if "scale" in beside else torch.arange(3.0)
-        beside.update(
-            {"calls": calls, "scale": {"now": calls / 2, "seen": [1, calls], "mean": mean}}
-        )
-        beside["a", 1] = None
+        state: dict[Any, Any] = self.state
+        calls = state.get("calls", 0) + 1
+        mean = state["scale"]["mean"].add_(1.0) if "scale" in state else torch.arange(3.0)
+        state["calls"] = calls
+        state["scale"] = {"now": calls / 2, "range": [1, calls], "mean": mean}
+        state["a", 1] = None
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        beside: dict[Any, Any] = self.state
-        scale = beside["scale"]
-        factor: float = scale["now"] + sum(scale["seen"]) + float(scale["mean"].sum())
+        state: dict[Any, Any] = self.state
+        scale = state["scale"]
+        factor: float = scale["now"] + sum(scale["range"]) + float(scale["mean"].sum())
         return gradient * factor
 
 
@@ -257,24 +246,12 @@ SMALL: dict[str, Callable[[Parameters], Any]] = {
     "nested": Nested,
     "settings": Settings,
     "turned": Turned,
-    "beside": Beside,
+    "global": Global,
 }
-_NAMES = [
-    "ASGD",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-]
+_NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 KINDS: dict[str, Callable[[Parameters], Any]] = {
     **SMALL,
-    **{name: of_torch(name) for name in [*_NAMES, "Rprop", "SGD"]},
+    **{name: of_torch(name) for name in _NAMES.split()},
     "sgd": of_torch("SGD", lr=0.1),
     "momentum": of_torch("SGD", lr=0.1, momentum=0.9, nesterov=True),
     "fused": of_torch("AdamW", fused=True),

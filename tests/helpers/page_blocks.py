@@ -1,6 +1,4 @@
-"""Runs the blocks of a page in the current folder, and compares what they print with what the page
-shows.
-"""
+"""Runs the blocks of a page in the current folder, and compares their outputs with the page."""
 
 import io
 import os
@@ -23,8 +21,9 @@ ANSWERS_NO = {"diff": 1}
 
 
 def run_script(blocks: list[Block], assumed: dict[str, Any]) -> int:
-    """Run blocks that share a namespace, which begins with the `assumed` names; a block with a
-    title becomes a file.
+    """Run blocks that share a namespace, which begins with the `assumed` names.
+
+    A block with a title becomes a file.
     """
     names = {"__name__": "__main__", **assumed}
     for block in blocks:
@@ -42,31 +41,33 @@ def run_script(blocks: list[Block], assumed: dict[str, Any]) -> int:
 
 
 def run_python(block: Block, names: dict[str, Any]) -> str:
-    """What a block prints; an error of ours is printed where the page shows an answer."""
+    """Run a Python block; return its output.
+
+    An error of ft_ckpt is printed where the page shows an answer.
+    """
     code = compile("\n" * (block.line - 1) + block.code, f"{block.page}.md", "exec")
-    printed = io.StringIO()
-    with redirect_stdout(printed):
+    output = io.StringIO()
+    with redirect_stdout(output):
         try:
             exec(code, names)
         except CheckpointError as error:
             if block.answer is None:
                 raise
             print(f"{type(error).__module__}.{type(error).__name__}: {error}")
-    return printed.getvalue()
+    return output.getvalue()
 
 
 def run_command(block: Block, line: str, *, shown: bool = False) -> str:
-    """The output of a command; it must succeed unless the page shows its output."""
+    """Run a command; return its output. It must succeed unless the page shows its output."""
     words = shlex.split(line, comments=True)
     if words[0] == "ft-ckpt":
         code, output = in_child(lambda: run_ft_ckpt(words))
     else:
-        done = subprocess.run(
-            ["bash", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        code, output = done.returncode, done.stdout
-    wanted = {0, ANSWERS_NO.get(words[1] if words[1:] else "", 0)}
-    if code not in wanted and not shown:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        ended = subprocess.run(["bash", "-c", line], text=True, **pipes)
+        code, output = ended.returncode, ended.stdout
+    command = words[1] if words[1:] else ""
+    if code not in (0, ANSWERS_NO.get(command, 0)) and not shown:
         sys.exit(f"{block}: {line}\nended with {code}:\n{output}")
     return output
 
@@ -77,24 +78,22 @@ def run_ft_ckpt(words: list[str]) -> int:
     return 0
 
 
-def compare(block: Block, told: str, answer: str | None, output: str) -> None:
+def compare(block: Block, code: str, answer: str | None, output: str) -> None:
+    """End with an error if the page shows another answer to `code` than this output."""
     if answer is not None and not is_shown(answer, output):
-        sys.exit(f"{block}: {told}\n-- the page shows\n{answer}\n-- it answers\n{output}")
+        sys.exit(f"{block}: {code}\n-- the page shows\n{answer}\n-- it answers\n{output}")
 
 
 def in_child(action: Any) -> tuple[int, str]:
-    """The exit code and output of `action` in a process of its own, which begins where this one
-    is.
-    """
+    """Do `action` in a fork of this process; return its exit code and its output."""
     with tempfile.TemporaryFile("w+") as log:
         sys.stdout.flush()
         pid = os.fork()
         if not pid:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-            sys.stdout, sys.stderr = (
-                io.TextIOWrapper(os.fdopen(handle, "wb", closefd=False)) for handle in (1, 2)
-            )
+            sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False))
+            sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False))
             os._exit(exit_code_of(action))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         log.seek(0)
@@ -102,7 +101,7 @@ def in_child(action: Any) -> tuple[int, str]:
 
 
 def exit_code_of(action: Any) -> int:
-    """The status that an interpreter would end with, after what it would have printed."""
+    """Do `action`; print its error and return its exit code as an interpreter would."""
     try:
         return action() or 0
     except SystemExit as end:

@@ -1,5 +1,4 @@
-"""The code blocks of a page in order, with the output that the page shows for each, and the cells
-of a notebook.
+"""The code blocks of a page in order, each with the output that the page shows; cells of notebooks.
 
 A comment on the line above a fence changes how its block is run; readers do not see it:
 
@@ -13,7 +12,7 @@ A `diff` block shows a change of a Python script: the lines after the change are
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 RUN = {"python", "sh", "console"}
@@ -36,41 +35,41 @@ _CHANGING = (
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: `line` is its first line of code, `answer` the output that the page shows
-    below it.
-    """
+    """One fenced block."""
 
     page: str
-    line: int
+    line: int  # of its first line of code
     language: str
     code: str
     title: str | None = None
-    not_run: str | None = None
+    not_run: str | None = None  # the reason
     begins_script: bool = False
     is_of_clients: bool = False
-    answer: str | None = None
+    answer: str | None = None  # the output that the page shows below it
 
     def __str__(self) -> str:
         return f"{self.page}.md:{self.line}"
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page in order; a `text` block right below one that is run is that one's
-    answer.
+    """Return the blocks of a page in order.
+
+    A `text` block right below one that is run is the answer of that one.
     """
-    found: list[Block] = []
+    blocks: list[Block] = []
     end = -1  # line after the last block, with empty lines behind it
     for block, last, above in _fences(page):
-        if block.language == "text" and found and above == end and found[-1].language in RUN:
-            found[-1] = Block(**{**vars(found[-1]), "answer": block.code})
+        is_below_run = bool(blocks) and above == end and blocks[-1].language in RUN
+        if block.language == "text" and is_below_run:
+            blocks[-1] = replace(blocks[-1], answer=block.code)
         else:
-            found.append(block)
+            blocks.append(block)
         end = last
-    return found
+    return blocks
 
 
 def _fences(page: Path) -> Iterator[tuple[Block, int, int]]:
-    """Each block with the line it ends in, and the last line above it that is not empty."""
+    """Yield each block with the line it ends in, and the last line above it that is not empty."""
     lines = page.read_text(encoding="utf-8").splitlines()
     opened, mark, above = None, None, -1
     for number, line in enumerate(lines):
@@ -80,7 +79,7 @@ def _fences(page: Path) -> Iterator[tuple[Block, int, int]]:
         elif opened is not None and line.strip() == "```":
             start, fence = opened
             indent = len(fence["indent"])
-            code = "".join(f"{each[indent:]}\n" for each in lines[start + 1 : number])
+            code = "".join(f"{code_line[indent:]}\n" for code_line in lines[start + 1 : number])
             title = _TITLE.search(fence["rest"] or "")
             word, reason = (mark["word"], mark["reason"]) if mark else (None, None)
             language = fence["language"] or "text"
@@ -103,13 +102,13 @@ def _fences(page: Path) -> Iterator[tuple[Block, int, int]]:
 
 
 def after_change(diff: str) -> str:
-    """The lines of a diff; those that it removes are empty."""
+    """Return the lines of a diff after the change; those that it removes are empty."""
     lines = diff.splitlines()
     return "".join("\n" if line.startswith("-") else f"{line[1:]}\n" for line in lines)
 
 
 def scripts_of(blocks: Iterable[Block]) -> dict[int, list[Block]]:
-    """The blocks that share their names, by the number of their script on the page."""
+    """Return the blocks that share their names, by the number of their script on the page."""
     scripts: dict[int, list[Block]] = {}
     number = 0
     for block in blocks:
@@ -119,8 +118,9 @@ def scripts_of(blocks: Iterable[Block]) -> dict[int, list[Block]]:
 
 
 def cells_of(notebook: Path) -> list[Block]:
-    """The code cells of a notebook as blocks of one script; commands of the shell in them are
-    comments here.
+    """Return the code cells of a notebook as blocks of one script.
+
+    Shell commands in them become comments.
     """
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     blocks = []
@@ -128,35 +128,37 @@ def cells_of(notebook: Path) -> list[Block]:
         if cell["cell_type"] != "code":
             continue
         code = "".join(cell["source"])
-        written = re.match(r"%%writefile (.+)\n", code)
+        file = re.match(r"%%writefile (.+)\n", code)
         code = re.sub(r"^([!%])", r"# \1", code, flags=re.MULTILINE)
-        title = written[1] if written else None
+        title = file[1] if file else None
         blocks.append(Block(f"{notebook.name}, cell {number}", 1, "python", code, title=title))
     return blocks
 
 
 def commands_of(code: str) -> list[str]:
-    """The command lines of a shell block: continuations joined, comments and empty lines
-    dropped.
-    """
-    joined = code.replace("\\\n", " ").splitlines()
-    return [line.strip() for line in joined if line.strip() and not line.strip().startswith("#")]
+    """Return the command lines of a shell block without comments; continuations are joined."""
+    lines = [line.strip() for line in code.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def dialogue_of(code: str) -> list[tuple[str, str]]:
-    """The commands of a console block, each with the output that is shown below it."""
-    turns = re.split(r"^\$ ", code, flags=re.MULTILINE)
-    pairs = (turn.replace("\\\n", " ").partition("\n") for turn in turns[1:])
-    return [(command.strip(), output) for command, _, output in pairs]
+    """Return the commands of a console block, each with the output that is shown below it."""
+    pairs = []
+    for turn in re.split(r"^\$ ", code, flags=re.MULTILINE)[1:]:
+        command, _, output = turn.replace("\\\n", " ").partition("\n")
+        pairs.append((command.strip(), output))
+    return pairs
 
 
 def is_shown(expected: str, actual: str) -> bool:
-    """True if an output matches the page: `...` matches any lines or words, a time or size any
-    other.
+    """Check whether an output matches the page.
+
+    `...` matches any lines or words, a time or a size any other.
     """
-    wanted, lines = _comparable(expected), _comparable(actual)
-    pattern = "".join("(?:.*\n)*" if line == "..." else _any_words(line) for line in wanted)
-    return re.fullmatch(pattern, "".join(f"{line}\n" for line in lines)) is not None
+    pattern = ""
+    for line in _comparable(expected):
+        pattern += "(?:.*\n)*" if line == "..." else _any_words(line)
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in _comparable(actual))) is not None
 
 
 def _any_words(line: str) -> str:

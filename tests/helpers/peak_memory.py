@@ -1,4 +1,4 @@
-"""How much memory of its own a process needs at most while a block runs."""
+"""The peak of a process's own memory during a block."""
 
 import threading
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Peak:
 
 @contextmanager
 def peak_memory() -> Iterator[Peak]:
-    """The peak, complete at the end of the block."""
+    """Measure the peak during the block, complete at its end."""
     peak, ended = Peak(), threading.Event()
     before = _anonymous_mib()
 

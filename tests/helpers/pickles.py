@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-class Runs:
-    """Pickles as a call of `function` with `arguments`."""
+class Call:
+    """Is pickled as a call of `function` with `arguments`."""
 
     def __init__(self, function: Callable[..., object], *arguments: object) -> None:
         self.call = (function, arguments)
@@ -18,22 +18,22 @@ class Runs:
         return self.call
 
 
-def evil(mark: Path) -> dict[str, object]:
-    """Ways to make a file appear at `mark` while unpickling."""
+def malicious(mark: Path) -> dict[str, object]:
+    """Return objects that make a file at `mark` when they are unpickled, in several ways."""
     code = f"open({str(mark)!r}, 'w').close()"
     return {
-        "system": Runs(os.system, f"touch {mark}"),
-        "exec": Runs(exec, code),
-        "eval": Runs(eval, f"[{code}]"),
-        "getattr": Runs(getattr, Runs(__import__, "os"), "system"),
-        "open": Runs(open, str(mark), "w"),
-        "nested": {"model": [Runs(os.mkdir, str(mark))]},
-        "import": Runs(__import__, "antigravity"),
+        "system": Call(os.system, f"touch {mark}"),
+        "exec": Call(exec, code),
+        "eval": Call(eval, f"[{code}]"),
+        "getattr": Call(getattr, Call(__import__, "os"), "system"),
+        "open": Call(open, str(mark), "w"),
+        "nested": {"model": [Call(os.mkdir, str(mark))]},
+        "import": Call(__import__, "antigravity"),
     }
 
 
 def archive(data: bytes, records: dict[str, bytes] | None = None) -> bytes:
-    """A torch file with this pickle."""
+    """Return the bytes of a torch file with the pickle `data`, and with these records."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         file.writestr("archive/data.pkl", data)

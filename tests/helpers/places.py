@@ -10,5 +10,5 @@ WORKERS = TESTS / "workers"
 
 
 def python_path() -> str:
-    """PYTHONPATH of a process that runs our code with the tests' helpers."""
+    """Return the PYTHONPATH of a process that imports ft_ckpt and the tests' helpers."""
     return os.pathsep.join([str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", "")])

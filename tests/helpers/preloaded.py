@@ -36,13 +36,11 @@ _LASTING = " and on"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: its exit status (-9: killed), and what its function returned, or its
-    error.
-    """
+    """How a run ended."""
 
-    status: int
-    said: str
-    calls: int
+    status: int  # the exit status; -9: killed
+    text: str  # what its function returned, or its error
+    calls: int  # that count for the fault
     met: str  # the call that failed
 
     @property
@@ -52,9 +50,7 @@ class Ended:
 
 
 class Preloaded:
-    """The process that forks one for each run, with the functions of the module in `file`, and of
-    further `modules`.
-    """
+    """A process that has the module in `file` and further `modules`, and is forked for each run."""
 
     def __init__(self, shim: Path, file: str, *modules: str) -> None:
         path = os.pathsep.join([str(Path(file).parent), python_path()])
@@ -81,10 +77,8 @@ class Preloaded:
     ) -> Ended:
         """Do `function(folder, ...)`; the fault meets the `number`-th call below the folder.
 
-        Arguments go as JSON.
-
-        `begun` is called with the process id, and `stopped` while the process that is to be killed
-        stands still.
+        Arguments go as JSON. `begun` is called with the process id, and `stopped` while the process
+        that is to be killed stands still.
         """
         lasts = fault.endswith(_LASTING)
         name = fault.removesuffix(_LASTING)
@@ -132,11 +126,10 @@ class Preloaded:
 
 
 class System(Calls):
-    """All calls of the C library that change files below a folder, and with `reads` those that read
-    them, too.
+    """All calls of the C library that change files below a folder.
 
-    Faults are names of errno, with " and on" for all calls from this one on; and "short": half of a
-    write is done.
+    With `reads` those that read them count, too. Faults are names of errno, with " and on" for all
+    calls from this one on; and "short": half of a write is done.
 
     Or the fault is "killed": the process stops at the call, `world.meanwhile` is called, and the
     process is killed. Other calls count for it: those that change nothing do not, and a write is
@@ -171,34 +164,23 @@ def _serve(functions: Any, shim: Any, answers: TextIO) -> None:
         end, start = os.pipe()
         pid = os.fork()
         if not pid:
-            os._exit(
-                _act(
-                    shim,
-                    start,
-                    getattr(functions, request["function"]),
-                    request["arguments"],
-                    request["shim"],
-                )
-            )
+            function = getattr(functions, request["function"])
+            os._exit(_act(shim, start, function, request["arguments"], request["shim"]))
         os.close(start)
         print(pid, file=answers, flush=True)
         while os.WIFSTOPPED(status := os.waitpid(pid, os.WUNTRACED)[1]):
             print("stopped", file=answers, flush=True)
         with os.fdopen(end, errors="replace") as pipe:
-            said = pipe.read()
-        ended = Ended(
-            os.waitstatus_to_exitcode(status),
-            said,
-            shim.faulty_count(),
-            shim.faulty_failed().decode(),
-        )
+            text = pipe.read()
+        exit_status, met = os.waitstatus_to_exitcode(status), shim.faulty_failed().decode()
+        ended = Ended(exit_status, text, shim.faulty_count(), met)
         print(json.dumps(vars(ended)), file=answers, flush=True)
 
 
 def _act(
-    shim: Any, tell: int, function: Callable[..., Any], arguments: list[Any], fault: Sequence[int]
+    shim: Any, pipe: int, function: Callable[..., Any], arguments: list[Any], fault: Sequence[int]
 ) -> int:
-    """Do one run; return the exit status."""
+    """Do one run and write its result to `pipe`; return the exit status."""
     number, code, lasts, reads = fault
     shim.faulty_arm(b"", ctypes.c_long(0), 0, 0)  # disarms the shim of the last process
     os.kill(os.getpid(), signal.SIGSTOP)  # until its id is known
@@ -207,25 +189,25 @@ def _act(
     shim.faulty_arm(os.fsencode(arguments[0]), ctypes.c_long(number), code, lasts)
     status = 0
     try:
-        said = function(Path(arguments[0]), *arguments[1:]) or ""
+        text = function(Path(arguments[0]), *arguments[1:]) or ""
     except CheckpointError as error:
-        status, said = REFUSED, f"{type(error).__name__}: {error}"
+        status, text = REFUSED, f"{type(error).__name__}: {error}"
     except BaseException as error:
         shim.faulty_disarm()  # for the lines of the traceback
-        status, said = BROKE, "".join(traceback.format_exception(error))[-3500:]
+        status, text = BROKE, "".join(traceback.format_exception(error))[-3500:]
     shim.faulty_disarm()
-    with os.fdopen(tell, "w", errors="replace") as pipe:
-        pipe.write(said[:60_000])  # the pipe is read when the process has ended
+    with os.fdopen(pipe, "w", errors="replace") as output:
+        output.write(text[:60_000])  # the pipe is read when the process has ended
     return status
 
 
 def disarm() -> None:
-    """Let no call of this process fail any more: a fork of a run."""
+    """Let no further call of this process fail; it is a fork of a run."""
     ctypes.CDLL(None).faulty_disarm()
 
 
 def set_clock(seconds: int) -> None:
-    """Let the clock of this process, and of those that it forks, go wrong by so many seconds."""
+    """Change the clock of this process, and of those that it forks, by so many seconds."""
     ctypes.CDLL(None).faulty_clock(ctypes.c_long(seconds))
 
 

@@ -1,5 +1,6 @@
-"""Linear layers whose weight is a tensor subclass, as quantisers make them: it multiplies, and
-refuses all else.
+"""Linear layers whose weight is a tensor subclass, as quantisers make them.
+
+It can be multiplied, and refuses every other operation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ class PackedWeight(Tensor):
 
 
 def pack_linear_layers(model: nn.Module) -> nn.Module:
-    """The same model with packed weights in the linear layers of its decoder."""
+    """Pack the weights in the linear layers of the model's decoder."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and "layers" in name:
             scales = layer.weight.detach().abs().amax(dim=1, keepdim=True) / 127

@@ -1,5 +1,4 @@
-"""A rank of tests/helpers/on_ranks.py: calls functions of a test file, one after another, as pytest
-asks.
+"""A rank of tests/helpers/on_ranks.py: calls functions of a test file, one after another.
 
 Arguments: the test file, and the seconds of the process group's timeout, or nothing for no group.
 """
@@ -42,7 +41,7 @@ def import_file(path: Path) -> None:
 def answered(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, Any]
 ) -> Answer:
-    """Call the function."""
+    """Call the function; return its value, its error, or the reason of a skip."""
     try:
         return Answer(value=function(*args, **kwargs))
     except pytest.skip.Exception as skip:
@@ -52,7 +51,7 @@ def answered(
 
 
 def set_variables(first: Mapping[str, str], changed: Mapping[str, str | None]) -> None:
-    """Set the environment to `first` with what has changed since; None: that variable has gone."""
+    """Set the environment to `first` with the changes since then; None: it has no such variable."""
     variables = {**first, **changed}
     present = {name: value for name, value in variables.items() if value is not None}
     os.environ.update(present)

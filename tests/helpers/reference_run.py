@@ -1,5 +1,4 @@
-"""A small training run on any number of ranks, and the same run without ft_ckpt: its state after
-each step.
+"""A small training run on any number of ranks, and the states of the same run without ft_ckpt.
 
 The samples of a step are the same on 1, 2 and 3 ranks, and so is what they do to the model: all
 ranks learn from all of them, with random numbers of rank 0. So the state after a step depends on
@@ -79,9 +78,7 @@ class Moment:
 
 
 class Program:
-    """What a training script makes: a model, its optimizer and schedule, and a loader for one of
-    several ranks.
-    """
+    """The objects of a training script: model, optimizer, schedule, and a loader for one rank."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.rank, self.ranks = rank, ranks
@@ -104,7 +101,7 @@ class Program:
         }
 
     def begin(self, salt: int) -> None:
-        """The start of a fresh run."""
+        """Start a fresh run."""
         torch.manual_seed(salt)
         random.seed(salt)
         np.random.seed(salt)
@@ -118,12 +115,9 @@ class Program:
         self.network.get_buffer("label").fill_(number)
 
     def learn(self, numbers: Tensor, rows: Tensor) -> list[int]:
-        """Make a step on all ranks together; the numbers of its samples on all of them, in
-        order.
-        """
-        numbers, rows, draw = self._shared(
-            numbers, rows, torch.rand(()) + random.gauss(0, 1) + np.random.randn()
-        )
+        """Make a step on all ranks together; return the numbers of all its samples, in order."""
+        draw = torch.rand(()) + random.gauss(0, 1) + np.random.randn()
+        numbers, rows, draw = self._shared(numbers, rows, draw)
         order = numbers.argsort()
         loss = (self.network(rows[order]) * draw.float()).square().mean()
         loss.backward()
@@ -133,7 +127,7 @@ class Program:
         return numbers[order].tolist()
 
     def _shared(self, numbers: Tensor, rows: Tensor, draw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The samples of all ranks, and what rank 0 has drawn."""
+        """Gather the samples of all ranks, and what rank 0 has drawn. Collective."""
         if self.ranks == 1:
             return numbers, rows, draw
         all_numbers = [torch.empty_like(numbers) for _ in range(self.ranks)]
@@ -144,7 +138,7 @@ class Program:
         return torch.cat(all_numbers), torch.cat(all_rows), draw
 
     def train(self, saver: CheckpointSaver[Any]) -> Iterator[list[int]]:
-        """The loop of a training script: yields the samples of each step."""
+        """Train as a script does; yield the samples of each step."""
         for epoch in count(saver.progress.epoch):
             self.sampler.set_epoch(epoch)
             for numbers, rows in saver.remaining(self.loader):
@@ -153,32 +147,22 @@ class Program:
                 yield samples
 
     def moment(self, step: int, epoch: int, batch: int) -> Moment:
-        """The present state, as a copy."""
-        weights = {
-            name: tensor.clone()
-            for name, tensor in self.network.state_dict().items()
-            if name != "label"
-        }
+        """Copy the present state."""
+        weights = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
+        del weights["label"]
         state = self.optimizer.state_dict()
-        copied = {
-            key: {name: value.clone() for name, value in values.items()}
-            for key, values in state["state"].items()
-        }
-        draws = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        moments = {}
+        for key, values in state["state"].items():
+            moments[key] = {name: value.clone() for name, value in values.items()}
         groups = [{**group, "params": list(group["params"])} for group in state["param_groups"]]
-        return Moment(
-            step,
-            epoch,
-            batch,
-            weights,
-            {"state": copied, "groups": groups},
-            self.scheduler.state_dict().copy(),
-            draws,
-        )
+        optimizer = {"state": moments, "groups": groups}
+        scheduler = self.scheduler.state_dict().copy()
+        draws = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        return Moment(step, epoch, batch, weights, optimizer, scheduler, draws)
 
 
 class Reference:
-    """The run with a salt as it goes without any stop, without ft_ckpt."""
+    """The run with a salt, without any stop and without ft_ckpt."""
 
     def __init__(self, salt: int) -> None:
         self.moments: list[Moment] = []
@@ -187,7 +171,7 @@ class Reference:
         self.states = self._states()
 
     def at(self, step: int) -> Moment:
-        """The state after a step."""
+        """Return the state after a step."""
         while len(self.moments) <= step:
             with untouched_draws():
                 if self.moments:
@@ -196,7 +180,7 @@ class Reference:
         return self.moments[step]
 
     def samples_of(self, step: int) -> list[int]:
-        """The numbers of the samples of a step."""
+        """Return the numbers of the samples of a step."""
         self.at(step)
         return self.samples[step]
 
@@ -229,45 +213,38 @@ def set_draws(draws: tuple[Any, ...]) -> None:
     np.random.set_state(draws[2])
 
 
-def differences(found: Moment, expected: Moment, *, with_draws: bool = True) -> list[str]:
-    """The names of what differs between two states."""
-    names = [
-        name
-        for name in ("step", "scheduler")
-        if not same(getattr(found, name), getattr(expected, name))
-    ]
-    if (found.epoch * STEPS_OF_EPOCH + found.batch) != (
-        expected.epoch * STEPS_OF_EPOCH + expected.batch
-    ):
-        names.append(
-            f"epoch {found.epoch} batch {found.batch} in place of {expected.epoch} {expected.batch}"
-        )
-    for name, tensor in expected.weights.items():
-        if not same(found.weights.get(name), tensor):
+def differences(actual: Moment, expected: Moment, *, with_draws: bool = True) -> list[str]:
+    """Name the differences between two states."""
+    names = []
+    for name in ("step", "scheduler", "optimizer"):
+        if not same(getattr(actual, name), getattr(expected, name)):
             names.append(name)
-    if not same(found.optimizer, expected.optimizer):
-        names.append("optimizer")
-    if with_draws and not same(found.draws, expected.draws):
+    # the end of an epoch is the start of the next
+    steps = actual.epoch * STEPS_OF_EPOCH + actual.batch
+    if steps != expected.epoch * STEPS_OF_EPOCH + expected.batch:
+        position, right = (actual.epoch, actual.batch), (expected.epoch, expected.batch)
+        names.append(f"epoch and batch {position} in place of {right}")
+    for name, tensor in expected.weights.items():
+        if not same(actual.weights.get(name), tensor):
+            names.append(name)
+    if with_draws and not same(actual.draws, expected.draws):
         names.append("random numbers")
     return names
 
 
-def same(found: Any, expected: Any) -> bool:
-    """Equality of nested values, of tensors and arrays bit for bit."""
+def same(actual: Any, expected: Any) -> bool:
+    """Compare nested values, tensors and arrays bit for bit."""
     if isinstance(expected, Tensor):
-        return (
-            isinstance(found, Tensor)
-            and found.dtype == expected.dtype
-            and torch.equal(found, expected)
-        )
+        is_alike = isinstance(actual, Tensor) and actual.dtype == expected.dtype
+        return is_alike and torch.equal(actual, expected)
     if isinstance(expected, np.ndarray):
-        return bool(np.array_equal(found, expected))
+        return bool(np.array_equal(actual, expected))
     if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(
-            same(found[name], value) for name, value in expected.items()
-        )
+        if actual.keys() != expected.keys():
+            return False
+        return all(same(actual[name], value) for name, value in expected.items())
     if isinstance(expected, (list, tuple)):
-        return len(found) == len(expected) and all(
-            same(*pair) for pair in zip(found, expected, strict=True)
-        )
-    return bool(found == expected)
+        if len(actual) != len(expected):
+            return False
+        return all(same(*pair) for pair in zip(actual, expected, strict=True))
+    return bool(actual == expected)

@@ -1,5 +1,6 @@
-"""Two saves of one moment under a wrapper write the same bytes: in the background and at once, by
-all ranks and by one.
+"""Pairs of saves of one moment that write the same bytes.
+
+One is in the background and one in the foreground, or all ranks write and one rank does.
 """
 
 import json
@@ -46,7 +47,7 @@ class Engine(Live):
 
 
 def live_model(wrapper: str, model: str = "qwen3") -> Live:
-    """A model under that wrapper, or an engine by its name, after a step."""
+    """Make a model under that wrapper, or an engine by its name, and train a step."""
     torch.compiler.set_stance("force_eager")
     if wrapper in WRAPPERS:
         live = WRAPPERS[wrapper](models.build(model))
@@ -74,11 +75,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
-    """Delay copies in threads until a step waits for them, which sets `moved`: a step that does not
-    wait comes first.
+def late_copies(moved: threading.Event) -> Iterator[dict[bool, int]]:
+    """Delay copies in threads until a step waits for them, which sets `moved`.
 
-    Yields the bytes of floating-point tensors that are copied (True: in a thread).
+    A step that does not wait changes the tensors before they are copied. Yields the bytes of
+    floating-point tensors that are copied (True: in a thread).
     """
     copy, hold = snapshot._copy_by_device, Snapshot._wait_for_copies
     copied = {True: 0, False: 0}
@@ -104,17 +105,16 @@ def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
 
 
 def same_moment(wrapper: str, folder: Path) -> None:
-    """A save during two more steps has the values before them, and the steps wait for it."""
+    """Check that a save during two more steps has the values before them, and that steps wait."""
     moved = threading.Event()
-    with as_late_as_can_be(moved) as copied:
+    with late_copies(moved) as copied:
         live = live_model(wrapper)
         with saver_of(live, folder, background=True) as saver:
             for number in "12":
-                saver.save_state(
-                    path=folder / f"now-{number}", adapter_only=False, background=False
-                )
+                now, later = folder / f"now-{number}", folder / f"later-{number}"
+                saver.save_state(path=now, adapter_only=False, background=False)
                 moved.clear()
-                handle = saver.save_state(path=folder / f"later-{number}", adapter_only=False)
+                handle = saver.save_state(path=later, adapter_only=False)
                 for seed in (5, 6):
                     live.step(models.batch(seed=seed + RANK))
                     moved.set()
@@ -180,7 +180,7 @@ CHANGES: list[Callable[[Live], None]] = [
 
 
 def inner_optimizer(live: Live) -> Any:
-    """The optimizer with the state, inside the wrappers of Accelerate and DeepSpeed."""
+    """Return the optimizer with the state, inside the wrappers of Accelerate and DeepSpeed."""
     optimizer = live.optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -188,9 +188,7 @@ def inner_optimizer(live: Live) -> Any:
 
 
 def same_after_changes(wrapper: str, folder: Path) -> None:
-    """A save in the background writes the bytes of one in the foreground, whatever has changed
-    before it.
-    """
+    """Check after each change that both kinds of saves write the same bytes, or raise an error."""
     live = live_model(wrapper)
     with saver_of(live, folder) as saver:
         for change in CHANGES:
@@ -222,7 +220,7 @@ def _error_of(
 
 
 def saved_bytes(folder: Path) -> dict[str, Any]:
-    """Every file of a checkpoint, but its times."""
+    """Read every file of a checkpoint, without its times."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     files: dict[str, Any] = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     files["ft_ckpt.json"] = json.loads(files["ft_ckpt.json"])["parts"]
@@ -232,7 +230,7 @@ def saved_bytes(folder: Path) -> dict[str, Any]:
 
 
 def same_files(wrapper: str, model: str, folder: Path, settings: Mapping[str, Any]) -> None:
-    """All ranks write the files that one rank writes alone.
+    """Check that all ranks write the files that one rank writes alone.
 
     Shards of tensors this small are gathered on rank 0 unless they are rows; so of wrappers that
     cut columns they are written in runs of any length, too.
@@ -278,7 +276,7 @@ def record_of_weights(folder: Path) -> FileRecord:
 
 
 def _check_runs(folder: Path) -> None:
-    """Each rank has written its run of each row; neighbours may be joined."""
+    """Check that each rank has written its run of each row; neighbours may be joined."""
     tensors = read_manifest(open_place(folder)).parts[0].tensors
     columns = next(tensor for tensor in tensors if "o_proj" in tensor.name)
     starts = [cut.start for cut in record_of_weights(folder).cuts]

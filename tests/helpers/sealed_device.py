@@ -1,6 +1,6 @@
-"""A device, "sealed:0", whose memory the host cannot read and whose work is done late; see
-sealed_device.cpp.
+"""A device, "sealed:0": the host cannot read its memory, and its work is done late.
 
+The device itself is in sealed_device.cpp.
 It becomes the accelerator of the process for good, so only processes of their own may call
 `become_accelerator`.
 """
@@ -23,17 +23,17 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def why_missing() -> str:
-    """Why the device cannot be built here; "" where it can, or is."""
+    """Return why the device cannot be compiled; "" where it can, or is."""
     if _library().exists():
         return ""
     missing = [name for name in ("c++", "ninja") if shutil.which(name) is None]
-    return (
-        f"{' and '.join(missing)} not found, which the device is compiled with" if missing else ""
-    )
+    if not missing:
+        return ""
+    return f"{' and '.join(missing)} not found, which the device is compiled with"
 
 
 def compile_device() -> None:
-    """Compile it, unless that was done or a tool is missing."""
+    """Compile the device, unless that was done or a tool is missing."""
     if why_missing() or _library().exists():
         return
     from torch.utils import cpp_extension
@@ -50,7 +50,7 @@ def compile_device() -> None:
 
 
 def become_accelerator() -> torch.device:
-    """Make it this process's accelerator, and return the device."""
+    """Make the device this process's accelerator, and return it."""
     if not hasattr(torch, KIND):
         compile_device()
         native = _loaded_library()
@@ -62,15 +62,13 @@ def become_accelerator() -> torch.device:
 
 
 def count_late_copies() -> int:
-    """Number of copies from or to pinned memory so far that were done after the call that asked for
-    them.
-    """
+    """Count the copies from or to pinned memory that were done after the call that began them."""
     return int(torch.get_device_module(KIND).native.late_copies())
 
 
 @contextmanager
 def doing_at_once() -> Iterator[None]:
-    """Run the device's work synchronously while the block runs, as early as possible."""
+    """Let the device do its work synchronously during the block, as early as possible."""
     native = torch.get_device_module(KIND).native
     native.set_eager(True)
     try:
@@ -88,7 +86,7 @@ class _DeviceModule(ModuleType):
         self.is_used = False
 
     def _lazy_init(self) -> None:
-        """Called by torch before the first use."""
+        """Note the first use, before which torch calls it."""
         self.is_used = True
 
     def is_available(self) -> bool:
@@ -126,7 +124,7 @@ class _DeviceModule(ModuleType):
         self.native.default_generator().set_state(state)
 
     def cudart(self) -> "_DeviceModule":
-        """CUDA's interface to register host memory."""
+        """Return CUDA's interface to register host memory."""
         return self
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
@@ -137,7 +135,7 @@ class _DeviceModule(ModuleType):
 
 
 def _library() -> Path:
-    """Path of the compiled library: one for each version of torch and of the source."""
+    """Return the path of the compiled library: one for each version of torch and of the source."""
     digest = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()
     return extension_folder() / f"{_NAME}-{digest[:16]}" / f"{_NAME}.so"
 

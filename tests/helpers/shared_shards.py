@@ -12,9 +12,7 @@ from wrappers import Live, adam
 
 
 class Layers(nn.Module):
-    """Two layers whose parameters have distinct shapes, one of them with fewer rows than there are
-    ranks.
-    """
+    """Two layers whose parameters have distinct shapes; one has fewer rows than there are ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,18 +24,15 @@ def grid() -> Any:
 
 
 def hybrid(model: nn.Module) -> nn.Module:
-    settings: dict[str, Any] = {
-        "device_mesh": grid(),
-        "use_orig_params": True,
-        "device_id": torch.device("cpu"),
-    }
+    settings: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    strategy = ShardingStrategy.HYBRID_SHARD
     return FullyShardedDataParallel(
-        model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, **settings
+        model, sharding_strategy=strategy, device_mesh=grid(), **settings
     )
 
 
 def placed(model: nn.Module) -> nn.Module:
-    """Shards with replicas in one mesh, replicas on all ranks, and shards of unrelated meshes."""
+    """Distribute parameters: shards with replicas, replicas on all ranks, shards of two meshes."""
     mesh = grid()
     layouts = {
         "first.weight": (mesh, [Replicate(), Shard(1)]),
@@ -45,10 +40,11 @@ def placed(model: nn.Module) -> nn.Module:
         "last.weight": (mesh, [Replicate(), Replicate()]),
         "last.bias": (mesh["shard"], [Replicate()]),
     }
-    for name, (where, placements) in layouts.items():
-        module, key = model.get_submodule(name.split(".")[0]), name.split(".")[1]
+    for name, (mesh_of_it, placements) in layouts.items():
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
         whole = getattr(module, key).detach()
-        setattr(module, key, nn.Parameter(distribute_tensor(whole, where, placements)))
+        setattr(module, key, nn.Parameter(distribute_tensor(whole, mesh_of_it, placements)))
     return model
 
 
@@ -60,8 +56,9 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 
 
 def layers(way: str, seed: int = 0) -> Live:
-    """A model whose shards are on two or more ranks each, after two steps that are the same on
-    all.
+    """Make a model whose shards are on two or more ranks each, and train it for two steps.
+
+    The steps are the same on all ranks.
     """
     torch.manual_seed(seed)
     model = PARTS[way](Layers())
@@ -78,12 +75,11 @@ def local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def parts_held(live: Live) -> dict[str, torch.Tensor]:
-    """This rank's shards of weights and moments."""
+def local_parts(live: Live) -> dict[str, torch.Tensor]:
+    """Copy this rank's shards of weights and moments."""
     tensors = {}
     for name, parameter in live.model.named_parameters():
         tensors[name] = local(parameter.detach()).clone()
-        tensors |= {
-            f"{name}/{k}": local(v).clone() for k, v in live.optimizer.state[parameter].items()
-        }
+        for kind, moment in live.optimizer.state[parameter].items():
+            tensors[f"{name}/{kind}"] = local(moment).clone()
     return tensors

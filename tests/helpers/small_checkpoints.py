@@ -36,8 +36,9 @@ def make_checkpoint(
     kind: str = "model",
     parts: Sequence[str] = ("",),
 ) -> Manifest:
-    """Fill `folder` with a checkpoint of small `parts`, but not its manifest; each byte of its
-    weights is `step`.
+    """Write a checkpoint of small `parts` into `folder`; return its manifest, which is not written.
+
+    Each byte of its weights is `step`.
     """
     records = [_make_part(Path(folder), part, step, shards, kind) for part in parts]
     return manifest_of(folder, records, step)
@@ -48,19 +49,15 @@ def _make_part(folder: Path, part: str, step: int, shards: int, kind: str) -> Pa
     stem = "adapter_model" if kind == "adapter" else "model"
     names = [f"layers.{number}.weight" for number in range(4)]
     records: list[TensorRecord] = []
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for shard in range(shards):
-        file = (
-            f"{stem}.safetensors"
-            if shards == 1
-            else f"{stem}-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        )
-        records += write_safetensors(
-            folder / part / file, names[shard::shards], step, (Path(part) / file).as_posix()
-        )
-        where |= dict.fromkeys(names[shard::shards], file)
+        number = "" if shards == 1 else f"-{shard + 1:05d}-of-{shards:05d}"
+        file, in_shard = f"{stem}{number}.safetensors", names[shard::shards]
+        path = (Path(part) / file).as_posix()
+        records += write_safetensors(folder / path, in_shard, step, path)
+        file_of |= dict.fromkeys(in_shard, file)
     if shards > 1:
-        index = {"metadata": {}, "weight_map": where}
+        index = {"metadata": {}, "weight_map": file_of}
         (folder / part / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
     config = "adapter_config.json" if kind == "adapter" else "config.json"
     (folder / part / config).write_text(json.dumps({"step": step}))
@@ -68,42 +65,44 @@ def _make_part(folder: Path, part: str, step: int, shards: int, kind: str) -> Pa
 
 
 def manifest_of(folder: Folder, parts: Iterable[PartRecord], step: int) -> Manifest:
+    """Make a manifest of these parts and of all files in `folder`."""
+    store = LocalStore(Path(folder))
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    files = [
-        read_record(LocalStore(Path(folder)), path.relative_to(folder).as_posix()) for path in paths
-    ]
+    files = [read_record(store, path.relative_to(folder).as_posix()) for path in paths]
     # the same save, the same bytes
     created = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=step)
     return Manifest(tuple(parts), tuple(files), "full", created.isoformat(), step=step)
 
 
 def digest_like(path: Path, record: FileRecord) -> str:
-    """The digest of a file, taken the way the one in `record` was."""
+    """Compute the digest of a file, as the one in `record` was."""
     with closing(open_local_file(path)) as opened:
         return digest_of_open(opened, record)
 
 
 def write_safetensors(path: Path, names: Sequence[str], fill: int, file: str) -> list[TensorRecord]:
-    """A float32 [2, 3] tensor for each name, as the format has it: length, JSON header, bytes."""
-    entries = {
-        n: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]}
-        for i, n in enumerate(names)
-    }
+    """Write a safetensors file with a float32 tensor [2, 3] for each name; return their records.
+
+    Each byte of the tensors is `fill`. `file` is the path of the file in the records.
+    """
+    entries = {}
+    for number, name in enumerate(names):
+        offsets = [24 * number, 24 * number + 24]
+        entries[name] = {"dtype": "F32", "shape": [2, 3], "data_offsets": offsets}
     header = json.dumps(entries).encode()
-    path.write_bytes(
-        len(header).to_bytes(8, "little") + header + bytes([fill % 256]) * 24 * len(names)
-    )
-    first = 8 + len(header)
-    return [
-        TensorRecord(n, (2, 3), "float32", file, first + 24 * i, first + 24 * i + 24)
-        for i, n in enumerate(names)
-    ]
+    data = bytes([fill % 256]) * 24 * len(names)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    records = []
+    for number, name in enumerate(names):
+        start = 8 + len(header) + 24 * number
+        records.append(TensorRecord(name, (2, 3), "float32", file, start, start + 24))
+    return records
 
 
-def save(target: Folder, **what: Any) -> Manifest:
-    """A checkpoint made and committed as a saver would."""
+def save(target: Folder, **options: Any) -> Manifest:
+    """Write a checkpoint and commit it, as a saver does; `options` are of `make_checkpoint`."""
     staging = open_staging(Path(target))
-    manifest = make_checkpoint(staging.stage, **what)
+    manifest = make_checkpoint(staging.stage, **options)
     staging.commit(manifest)
     return manifest
 
@@ -118,15 +117,13 @@ def rewrite_manifest(checkpoint: Folder, change: Callable[[dict[str, Any]], obje
 
 
 def signed(text: str) -> str:
-    """The JSON object `text` with the digest that makes it a manifest."""
+    """Add the digest to the JSON object `text` that makes it a manifest."""
     digest = f"xxh3-128:{xxhash.xxh3_128_hexdigest(text.encode())}"
     return text.replace("{\n", f'{{\n  "digest": "{digest}",\n', 1)
 
 
 def contents(folder: Folder) -> dict[str, bytes]:
-    """Everything below `folder`, hidden or not: relative path to bytes; to the target for a
-    symbolic link.
-    """
+    """Read everything below `folder`, hidden or not, by relative path; of a link its target."""
     return {path.relative_to(folder).as_posix(): _content(path) for path in Path(folder).rglob("*")}
 
 
@@ -137,8 +134,9 @@ def _content(path: Path) -> bytes:
 
 
 def save_with_state(target: Folder, step: int, *, world: int = 2, **facts: Any) -> None:
-    """A checkpoint with a training state: a file for each rank, all with the same names, and a JSON
-    file.
+    """Save a checkpoint with a training state: a file of tensors for each rank, and a JSON file.
+
+    `facts` are fields of its manifest.
     """
     staging = open_staging(Path(target))
     parts = list(make_checkpoint(staging.stage, step=step).parts)
@@ -153,7 +151,7 @@ def save_with_state(target: Folder, step: int, *, world: int = 2, **facts: Any) 
 
 
 def save_of(target: Folder, **facts: Any) -> None:
-    """A checkpoint with those `facts` in its manifest."""
+    """Save a checkpoint with these fields in its manifest."""
     staging = open_staging(Path(target))
     staging.commit(replace(make_checkpoint(staging.stage), **facts))
 
@@ -162,17 +160,13 @@ def edit(folder: Path, name: str, text: bytes | str) -> None:
     """Write a file and update its record in the manifest."""
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     manifest = read_manifest(open_place(folder))
-    known = next((file for file in manifest.files if file.path == name), manifest.files[0])
-    files = (*(f for f in manifest.files if f.path != name), _described(folder, known, name))
+    old = next((file for file in manifest.files if file.path == name), manifest.files[0])
+    record = read_record(LocalStore(folder), name)
+    new = replace(old, path=name, size_bytes=record.size_bytes, digest=record.digest)
+    files = (*(file for file in manifest.files if file.path != name), new)
     (folder / MANIFEST_NAME).write_text(manifest_to_json(replace(manifest, files=files)))
 
 
-def _described(folder: Path, known: FileRecord, name: str) -> FileRecord:
-    """The record of a file as it is now."""
-    found = read_record(LocalStore(folder), name)
-    return replace(known, path=name, size_bytes=found.size_bytes, digest=found.digest)
-
-
 def leases_in(folder: Folder) -> list[Path]:
-    """The leases of those who read a checkpoint now."""
+    """List the leases of processes that read a checkpoint now."""
     return sorted(Path(folder).glob(".ft_ckpt-lease-*"))

@@ -16,6 +16,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from datetime import timedelta
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -34,19 +35,18 @@ class Absent(Exception):  # noqa: N818 - no error, a state of this machine
 
 
 def free_port() -> int:
-    """A port without a listener."""
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """Return a port without a listener."""
+    with closing(socket.socket()) as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
 
 
 @contextmanager
 def _running(command: list[Any], log: Path) -> Iterator[None]:
     """Run a process until the block ends."""
+    line = [str(argument) for argument in command]
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(each) for each in command], stdout=output, stderr=output, cwd=log.parent
-        )
+        process = subprocess.Popen(line, stdout=output, stderr=output, cwd=log.parent)
     try:
         yield
     finally:
@@ -78,19 +78,21 @@ def _listens(port: int) -> bool:
 
 
 @contextmanager
-def _told(prefix: str, **names: str) -> Iterator[None]:
-    """Set the environment variables of that prefix to these alone."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(f"{prefix}_")}
-    told = {f"{prefix}_{name.upper()}": value for name, value in names.items()}
-    with patch.dict(os.environ, {**kept, **told}, clear=True):
+def _variables(prefix: str, **settings: str) -> Iterator[None]:
+    """Set the environment variables of that prefix to these alone, during the block."""
+    start = f"{prefix}_"
+    others = {name: value for name, value in os.environ.items() if not name.startswith(start)}
+    variables = {start + name.upper(): value for name, value in settings.items()}
+    with patch.dict(os.environ, {**others, **variables}, clear=True):
         yield
 
 
 @contextmanager
 def _s3_at(port: int, key: str = KEY, secret: str = SECRET) -> Iterator[str]:
+    """Point clients to the S3 server at this port; yield the URL of a new bucket."""
     url = f"http://127.0.0.1:{port}"
     keys = {"access_key_id": key, "secret_access_key": secret, "region": "us-east-1"}
-    with _told("AWS", endpoint_url=url, allow_http="true", **keys):
+    with _variables("AWS", endpoint_url=url, allow_http="true", **keys):
         _make_s3_bucket(BUCKET)
         yield f"s3://{BUCKET}"
 
@@ -101,19 +103,13 @@ def _make_s3_bucket(name: str) -> None:
     from obstore.store import from_url
 
     store: Any = from_url(f"s3://{name}", client_options={"allow_http": True})
-    signed = obstore.sign(store, "PUT", "", _a_minute())
-    urllib.request.urlopen(urllib.request.Request(signed, method="PUT"), timeout=60).close()
-
-
-def _a_minute() -> Any:
-    from datetime import timedelta
-
-    return timedelta(minutes=1)
+    url = obstore.sign(store, "PUT", "", timedelta(minutes=1))
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=60).close()
 
 
 @contextmanager
 def running_moto(folder: Path) -> Iterator[str]:
-    """moto, the mock of Amazon's services."""
+    """Run moto, the mock of Amazon's services."""
     _need("pip install 'moto[s3]' flask flask-cors", "moto_server")
     port = free_port()
     with _running(["moto_server", "-H", "127.0.0.1", "-p", port], folder / "moto.log"):
@@ -124,7 +120,7 @@ def running_moto(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def running_s3rver(folder: Path) -> Iterator[str]:
-    """s3rver, a store that ignores conditions."""
+    """Run s3rver, a store that ignores conditions."""
     _need("npm install -g s3rver", "s3rver")
     port = free_port()
     (folder / "s3rver").mkdir()
@@ -137,28 +133,20 @@ def running_s3rver(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def running_azurite(folder: Path) -> Iterator[str]:
-    """azurite, Microsoft's emulator of Azure's blobs."""
+    """Run azurite, Microsoft's emulator of Azure's blobs."""
     _need("npm install -g azurite", "azurite-blob")
     port = free_port()
-    command = [
-        "azurite-blob",
-        "-l",
-        folder / "azurite",
-        "--blobHost",
-        "127.0.0.1",
-        "--blobPort",
-        port,
-        "--silent",
-    ]
+    address = ["--blobHost", "127.0.0.1", "--blobPort", port]
+    command = ["azurite-blob", "-l", folder / "azurite", *address, "--silent"]
     with _running([*command, "--skipApiVersionCheck"], folder / "azurite.log"):
         _wait_for(lambda: _listens(port), "azurite-blob")
         endpoint = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
-        names = {
+        settings = {
             "storage_account_name": AZURE_ACCOUNT,
             "storage_account_key": AZURE_KEY,
             "storage_endpoint": endpoint,
         }
-        with _told("AZURE", allow_http="true", **names):
+        with _variables("AZURE", allow_http="true", **settings):
             _make_container(endpoint)
             yield f"az://{BUCKET}"
 
@@ -168,15 +156,14 @@ def _make_container(endpoint: str) -> None:
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
     path = f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{BUCKET}\nrestype:container"
     kind = "application/octet-stream"
-    named = "".join(f"{name}:{value}\n" for name, value in headers.items())
-    text = "PUT" + "\n" * 5 + kind + "\n" * 7 + named + path
+    lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    text = "PUT" + "\n" * 5 + kind + "\n" * 7 + lines + path
     mac = hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()
     headers["Content-Type"] = kind
     headers["Authorization"] = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(mac).decode()}"
-    asked = urllib.request.Request(
-        f"{endpoint}/{BUCKET}?restype=container", method="PUT", headers=headers, data=b""
-    )
-    urllib.request.urlopen(asked, timeout=60).close()
+    url = f"{endpoint}/{BUCKET}?restype=container"
+    request = urllib.request.Request(url, method="PUT", headers=headers, data=b"")
+    urllib.request.urlopen(request, timeout=60).close()
 
 
 # Ceph
@@ -226,48 +213,26 @@ _CEPH_COMMANDS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "rado
 
 @contextmanager
 def running_ceph(folder: Path, memory_bytes: int = 12 << 30) -> Iterator[str]:
-    """Ceph's gateway over one monitor and one store in memory."""
+    """Run Ceph's gateway over one monitor and one store in memory."""
     _need("apt-get install ceph-mon ceph-osd radosgw", *_CEPH_COMMANDS)
     (folder / "mon").mkdir(parents=True)
     (folder / "osd").mkdir()
     port, mon_port, fsid = free_port(), free_port(), str(uuid.uuid4())
-    facts = {
-        "folder": folder,
-        "port": port,
-        "mon_port": mon_port,
-        "fsid": fsid,
-        "memory_bytes": memory_bytes,
-    }
-    (folder / "ceph.conf").write_text(_CEPH.format(**facts))
+    facts = {"folder": folder, "port": port, "mon_port": mon_port, "fsid": fsid}
+    (folder / "ceph.conf").write_text(_CEPH.format(**facts, memory_bytes=memory_bytes))
     with ExitStack() as stack:
         _start_ceph(folder, fsid, mon_port, stack)
         _wait_for(lambda: _listens(port), "radosgw")
-        user = [
-            "user",
-            "create",
-            "--uid=t",
-            "--display-name=t",
-            f"--access-key={KEY}",
-            f"--secret-key={SECRET}",
-        ]
+        keys = [f"--access-key={KEY}", f"--secret-key={SECRET}"]
+        user = ["user", "create", "--uid=t", "--display-name=t", *keys]
         _ceph(folder, "radosgw-admin", "-n", "client.rgw", *user)
         yield stack.enter_context(_s3_at(port))
 
 
 def _start_ceph(folder: Path, fsid: str, mon_port: int, stack: ExitStack) -> None:
-    address = f"[v2:127.0.0.1:{mon_port}]"
-    _ceph(
-        folder,
-        "monmaptool",
-        "--create",
-        "--clobber",
-        "--fsid",
-        fsid,
-        "--addv",
-        "a",
-        address,
-        folder / "monmap",
-    )
+    """Start the monitor, the store and the gateway; `stack` ends them."""
+    monitor = ["--fsid", fsid, "--addv", "a", f"[v2:127.0.0.1:{mon_port}]"]
+    _ceph(folder, "monmaptool", "--create", "--clobber", *monitor, folder / "monmap")
     owner = ["--setuser", "root", "--setgroup", "root"]
     _ceph(folder, "ceph-mon", "--mkfs", "-i", "a", "--monmap", folder / "monmap", *owner)
     _begin_ceph(folder, stack, "ceph-mon", "-i", "a", *owner)
@@ -280,12 +245,10 @@ def _start_ceph(folder: Path, fsid: str, mon_port: int, stack: ExitStack) -> Non
 
 def _ceph(folder: Path, command: str, *arguments: Any) -> None:
     """Run one of Ceph's commands to its end."""
-    line = [command, "-c", folder / "ceph.conf", *arguments]
-    done = subprocess.run(
-        [str(each) for each in line], capture_output=True, text=True, timeout=_START_SECONDS
-    )
-    if done.returncode:
-        raise RuntimeError(f"{command}: {done.stderr[-2000:]}")
+    line = [str(word) for word in (command, "-c", folder / "ceph.conf", *arguments)]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=_START_SECONDS)
+    if ended.returncode:
+        raise RuntimeError(f"{command}: {ended.stderr[-2000:]}")
 
 
 def _begin_ceph(folder: Path, stack: ExitStack, command: str, *arguments: Any) -> None:

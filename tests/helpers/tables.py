@@ -1,6 +1,4 @@
-"""The classes of transformers whose tensors are renamed or converted between memory and file, and
-adapters on them.
-"""
+"""Classes of transformers whose tensors differ between memory and file, and adapters on them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +15,7 @@ _UNLOADABLE = {"JevForDecision"}
 
 
 def classes_with_tables() -> list[str]:
-    """Names of the model classes that have a conversion table, or contain a model of a class that
-    has one.
-    """
+    """Name the model classes that have a conversion table, or contain a model of such a class."""
     table = set(_build_checkpoint_conversion_mapping()) - {"legacy"}
     names = {name for name in table if hasattr(transformers, name)}
     names.update(class_names())
@@ -31,11 +27,12 @@ def _has_table(name: str, table: set[str]) -> bool:
         config = getattr(transformers, name).config_class()
     except Exception:  # a class of a library that is not installed, a config without defaults
         return False
-    kinds = {str(each.model_type) for each in nested_configs(config)}
+    kinds = {str(nested.model_type) for nested in nested_configs(config)}
     return name in table or not kinds.isdisjoint(table)
 
 
 def nested_configs(config: Any) -> Iterator[Any]:
+    """Yield the config, and those in it at any depth."""
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, PreTrainedConfig):
@@ -43,8 +40,10 @@ def nested_configs(config: Any) -> Iterator[Any]:
 
 
 def adapter_config(model: PreTrainedModel, kind: str) -> LoraConfig:
-    """LoRA on all linear layers and fused experts; or on some layers, with all biases, a norm and a
-    router.
+    """Make a LoRA config for the model.
+
+    With the kind "layers" it is on all linear layers and fused experts, else on some layers, with
+    all biases, a norm and a router.
     """
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
@@ -52,11 +51,10 @@ def adapter_config(model: PreTrainedModel, kind: str) -> LoraConfig:
     if any(path.endswith(".conv1d") for path in modules):  # PEFT refuses these of Mamba's layers
         layers -= {path for path in layers if path.endswith(".out_proj")}
     linear = sorted(path for path in layers if modules[path] is not head)
-    experts = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 3 and "expert" in name
-    ]
+    experts = []
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3 and "expert" in name:
+            experts.append(name)
     if kind == "layers":
         return LoraConfig(r=2, target_modules=linear, target_parameters=experts or None)
     ends = [path for path in modules if path.rpartition(".")[2] in ("gate", "router", "norm")]

@@ -1,4 +1,4 @@
-"""Runs a script in a terminal, as a user does, and gives what it shows."""
+"""Scripts that run in a terminal, as a user runs them, and what it shows."""
 
 import fcntl
 import os
@@ -10,27 +10,20 @@ import sys
 import termios
 import textwrap
 from pathlib import Path
+from typing import Any
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 def shown_in_terminal(script: str, folder: Path) -> str:
-    """The raw output of the Python `script`, whose streams are a terminal; it runs in `folder` and
-    must succeed.
-    """
+    """Run the Python `script` in `folder`, on a terminal; return its output. It must succeed."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))  # rows and columns
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
     environment = {**os.environ, "TERM": "xterm"}
-    process = subprocess.Popen(
-        [sys.executable, path],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=folder,
-        env=environment,
-    )
+    streams: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen([sys.executable, path], cwd=folder, env=environment, **streams)
     os.close(theirs)
     blocks = []
     try:
@@ -46,7 +39,7 @@ def shown_in_terminal(script: str, folder: Path) -> str:
 
 
 def screen_after(output: str) -> list[str]:
-    """The lines that stay on the screen after `output`, of the controls that bars use."""
+    """Return the lines that stay on the screen after `output`, with the controls that bars use."""
     lines, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", output):
         if token == "\r":
@@ -59,8 +52,7 @@ def screen_after(output: str) -> list[str]:
         elif re.fullmatch(r"\x1b\[2?K", token):
             lines[row] = "" if token == "\x1b[2K" else lines[row][:column]
         elif not _CONTROL.fullmatch(token):
-            lines[row] = (
-                lines[row].ljust(column)[:column] + token + lines[row][column + len(token) :]
-            )
+            before, after = lines[row].ljust(column)[:column], lines[row][column + len(token) :]
+            lines[row] = before + token + after
             column += len(token)
     return [line.rstrip() for line in lines if line.strip()]

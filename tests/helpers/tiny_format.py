@@ -1,4 +1,4 @@
-"""A small format, as a distribution of other people would bring it."""
+"""A small format, as another distribution would bring it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,7 @@ MAGIC = b"tiny"
 
 
 class Tiny(CheckpointFormat):
-    """Four letters, the length of a table of the tensors, that table, and the tensors one after the
-    other.
-    """
+    """Four letters, the length of a table of the tensors, that table, and the tensors."""
 
     name = "tiny"
     suffixes = (".tiny",)
@@ -24,25 +22,19 @@ class Tiny(CheckpointFormat):
     def lay_out(
         self, specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str]
     ) -> Layout:
-        starts, at = [], 0
+        table, starts, size_bytes = [], [], 0
         for spec in specs:
-            starts.append(at)
-            at += spec.size_bytes
-        table = [
-            [spec.name, spec.dtype, spec.shape, start]
-            for spec, start in zip(specs, starts, strict=True)
-        ]
+            table.append([spec.name, spec.dtype, spec.shape, size_bytes])
+            starts.append(size_bytes)
+            size_bytes += spec.size_bytes
         text = json.dumps(table).encode()
         header = MAGIC + len(text).to_bytes(8, "little") + text
-        return Layout(
-            header, tuple(specs), tuple(len(header) + start for start in starts), len(header) + at
-        )
+        offsets = tuple(len(header) + start for start in starts)
+        return Layout(header, tuple(specs), offsets, len(header) + size_bytes)
 
     def open_indexed(self, file: RawFile, verify: bool = False) -> IndexedFile:
         size = int.from_bytes(file.bytes(4, 8), "little")
-        table = json.loads(file.bytes(12, size))
-        rows = {
-            name: [dtype, shape, start, "", leaf]
-            for leaf, (name, dtype, shape, start) in enumerate(table)
-        }
+        rows = {}
+        for leaf, (name, dtype, shape, start) in enumerate(json.loads(file.bytes(12, size))):
+            rows[name] = [dtype, shape, start, "", leaf]
         return IndexedFile(file, TensorIndex(rows, None, {}, 12 + size), verify)

@@ -44,17 +44,17 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
 
 
 class Recorded(Trainer):
-    """Steps as (batch, loss); `stop_after` ends the run after so many steps, as a kill would."""
+    """Records each step as (tokens, loss); `stop_after` ends the run after so many, as a kill."""
 
     def __init__(self, *args: Any, stop_after: int | None = None, **settings: Any) -> None:
-        self.seen: list[Any] = []
+        self.steps: list[Any] = []
         super().__init__(*args, **settings)
         if stop_after is not None:
             self.add_callback(Stop(stop_after))
 
     def training_step(self, model: Any, inputs: Any, *rest: Any) -> torch.Tensor:
         loss = super().training_step(model, inputs, *rest)
-        self.seen.append((inputs["input_ids"].tolist(), float(loss)))
+        self.steps.append((inputs["input_ids"].tolist(), float(loss)))
         return loss
 
 
@@ -71,7 +71,7 @@ class Stop(TrainerCallback):
 
 
 def model(kind: Any = "llama", seed: int = 0) -> Any:
-    """A model of that kind; a callable makes it itself."""
+    """Make a model of that kind; a callable makes it itself."""
     torch.manual_seed(seed)
     if callable(kind):
         return kind()
@@ -80,8 +80,9 @@ def model(kind: Any = "llama", seed: int = 0) -> Any:
 
 
 def even_llama() -> Any:
-    """A Llama whose rows divide by four ranks: otherwise FSDP2 computes with two copies of tied
-    embeddings.
+    """Make a Llama whose rows divide by four ranks.
+
+    With other rows FSDP2 computes with two copies of tied embeddings.
     """
     return models.llama(attention_dropout=0.2, vocab_size=104)
 
@@ -94,36 +95,34 @@ def trainer(
     cls: type = Recorded,
     **settings: Any,
 ) -> Any:
-    """A trainer of 2 samples a batch for 2 epochs of 7 batches, saving at every step by default."""
+    """Make a trainer for 2 epochs of 7 batches of 2 samples, which saves at every step by default.
+
+    `settings` are of the trainer and of its arguments.
+    """
     names = ("train_dataset", "eval_dataset", "stop_after", "compute_metrics", "processing_class")
-    own = {name: settings.pop(name) for name in names if name in settings}
+    of_trainer = {name: settings.pop(name) for name in names if name in settings}
+    of_trainer.setdefault("train_dataset", Sentences())
     defaults = {
+        **SILENT,
+        "learning_rate": 0.01,
         "per_device_train_batch_size": 2,
         "num_train_epochs": 2,
         "save_steps": 1,
         "save_strategy": "steps",
     }
-    args = TrainingArguments(
-        str(folder), **{**SILENT, "learning_rate": 0.01, **defaults, **settings}
-    )
-    return cls(
-        model(kind, seed),
-        args,
-        train_dataset=own.pop("train_dataset", Sentences()),
-        callbacks=list(callbacks),
-        **own,
-    )
+    args = TrainingArguments(str(folder), **{**defaults, **settings})
+    return cls(model(kind, seed), args, callbacks=list(callbacks), **of_trainer)
 
 
 def ours(folder: Path, **settings: Any) -> Any:
-    """Like `trainer`, saving and resuming through ft_ckpt."""
+    """Make a trainer as `trainer` does, which saves and resumes through ft_ckpt."""
     names = ("attribute", "dtype", "keep", "on_resumed", "state")
-    told = {name: settings.pop(name) for name in names if name in settings}
-    return trainer(folder, [FtCkptCallback(on_difference="ignore", **told)], **settings)
+    options = {name: settings.pop(name) for name in names if name in settings}
+    return trainer(folder, [FtCkptCallback(on_difference="ignore", **options)], **settings)
 
 
-def run(made: Any, resume: Any = None) -> list[Any]:
-    """All steps until the run ends or is stopped."""
+def run(trainer: Any, resume: Any = None) -> list[Any]:
+    """Train until the run ends or is stopped; return all steps."""
     with suppress(Stop.Killed):
-        made.train(resume_from_checkpoint=resume)
-    return list(made.seen)
+        trainer.train(resume_from_checkpoint=resume)
+    return list(trainer.steps)

@@ -23,10 +23,8 @@ class Stream(IterableDataset[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = torch.utils.data.get_worker_info()
-        yield from (
-            rows()[index]
-            for index in range(info.id if info else 0, SAMPLES, info.num_workers if info else 1)
-        )
+        first, workers = (info.id, info.num_workers) if info else (0, 1)
+        yield from rows()[first::workers]
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -63,7 +61,7 @@ def prepared(
     noisy: bool = False,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Trained:
-    """A fresh run, as in a new process; the global generators are left in an arbitrary state."""
+    """Make a fresh run, as in a new process; the global generators are left in another state."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     # one object for all accelerators of a process
@@ -76,35 +74,38 @@ def prepared(
     else:
         data: Any = Noisy() if noisy else TensorDataset(rows())
         loader = DataLoader(data, 2, shuffle=True, num_workers=workers)
-    made = Trained(accelerator, *accelerator.prepare(model, optimizer, scheduler, loader))
+    run = Trained(accelerator, *accelerator.prepare(model, optimizer, scheduler, loader))
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(77)
-    return made
+    return run
 
 
 def train(
     run: Trained, saver: CheckpointSaver, batches: int | None = None, first_seed: int | None = 5
 ) -> list[Any]:
-    """Losses, with the first number of each batch, until `batches` of them are done or all epochs
-    are.
+    """Train for `batches` steps, or for all epochs.
+
+    Returns the first number and the loss of each batch, and after each epoch its number and a
+    random one.
     """
-    done: list[Any] = []
+    steps: list[Any] = []
     progress = saver.progress
     if first_seed is not None and progress.resumed_from is None:
         torch.manual_seed(first_seed)
+    replay = True if isinstance(run.loader.dataset, Noisy) else None
     for epoch in range(progress.epoch, EPOCHS):
-        for batch in saver.remaining(
-            run.loader, replay=isinstance(run.loader.dataset, Noisy) or None
-        ):
-            done.append(learn(run, batch[0] if isinstance(batch, (list, tuple)) else batch))
-            saver.step({"loss": done[-1][1]})
-            if len(done) == batches:
-                return done
-        done.append((epoch, float(torch.rand(())) + random.random() + float(np.random.rand())))
-    return done
+        for batch in saver.remaining(run.loader, replay=replay):
+            inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
+            steps.append(learn(run, inputs))
+            saver.step({"loss": steps[-1][1]})
+            if len(steps) == batches:
+                return steps
+        steps.append((epoch, float(torch.rand(())) + random.random() + float(np.random.rand())))
+    return steps
 
 
 def learn(run: Trained, inputs: torch.Tensor) -> tuple[float, float]:
+    """Make a step; return the first number of the batch, and the loss."""
     with run.accelerator.accumulate(run.model):
         loss = run.model(inputs).square().mean()
         run.accelerator.backward(loss)
@@ -115,19 +116,19 @@ def learn(run: Trained, inputs: torch.Tensor) -> tuple[float, float]:
 
 
 def whole(folder: Path, **settings: Any) -> list[Any]:
-    """An uninterrupted run."""
+    """Train a run without interruption."""
     run = prepared(**settings)
     with CheckpointSaver(run.accelerator, folder, **QUIET) as saver:
         return train(run, saver)
 
 
 def begin(folder: Path, batches: int, **settings: Any) -> list[Any]:
-    """The first `batches`, then a checkpoint."""
+    """Train the first `batches`, and save a checkpoint."""
     run = prepared(**settings)
     with CheckpointSaver(run.accelerator, folder, **QUIET) as saver:
-        done = train(run, saver, batches)
+        steps = train(run, saver, batches)
         saver.save_state()
-        return done
+        return steps
 
 
 def go_on(folder: Path, batches: int | None = None, **settings: Any) -> list[Any]:
@@ -135,7 +136,7 @@ def go_on(folder: Path, batches: int | None = None, **settings: Any) -> list[Any
     run = prepared(**settings)
     with CheckpointSaver(run.accelerator, folder, **QUIET) as saver:
         saver.resume("must")
-        done = train(run, saver, batches)
+        steps = train(run, saver, batches)
         if batches is not None:
             saver.save_state()
-        return done
+        return steps

@@ -1,6 +1,4 @@
-"""Trainers of TRL on a tiny model, with each option that holds a second model, a buffer or a moving
-state.
-"""
+"""Trainers of TRL on a tiny model, with the options that have a second model, buffer or state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,20 +15,17 @@ WORDS = [f"w{number} w{number + 1} w{(3 * number) % 40}" for number in range(12)
 PAIRS = [{"prompt": text, "chosen": f"{text} w5", "rejected": f"{text} w9 w3"} for text in WORDS]
 PROMPTS = [{"prompt": text} for text in WORDS]
 TEXTS = [{"text": text} for text in WORDS]
-LABELLED = [
-    {"prompt": text, "completion": " w5 w7", "label": n % 2 == 0} for n, text in enumerate(WORDS)
-]
-COMPLETED = [{"prompt": text, "completion": " w5 w7"} for text in WORDS]
-CHATS = [
-    {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "w5 w7"}]}
-    for text in WORDS
-]
+LABELLED = [{"prompt": text, "completion": " w5 w7", "label": True} for text in WORDS]
+for _row in LABELLED[1::2]:
+    _row["label"] = False
+_ANSWER = {"role": "assistant", "content": "w5 w7"}
+CHATS = [{"messages": [{"role": "user", "content": text}, _ANSWER]} for text in WORDS]
 PRIVILEGED = [{"prompt": text, "privileged_context": "w8 w9"} for text in WORDS]
 GENERATES: dict[str, Any] = {"num_generations": 2, "max_completion_length": 4, "temperature": 1.0}
 
 
 def letters(completions: Any, **_: Any) -> list[float]:
-    """A reward that differs between completions."""
+    """Return a reward for each completion, which depends on its letters."""
     return [float(sum(map(ord, str(completion))) % 7) for completion in completions]
 
 
@@ -160,9 +155,7 @@ CASES = {
 
 
 def make_base(folder: Path) -> None:
-    """The folder of a tiny model with its tokenizer, which trainers load again for their
-    references.
-    """
+    """Save a tiny model with its tokenizer, which trainers load again for their references."""
     torch.manual_seed(0)
     model: Any = models.llama()
     model.save_pretrained(folder)
@@ -170,7 +163,7 @@ def make_base(folder: Path) -> None:
 
 
 def make_trl(case: TrlCase, base: Path, folder: Path, callbacks: list[Any], **settings: Any) -> Any:
-    """The trainer of `case`, on the model in `base`."""
+    """Make the trainer of `case`, on the model in `base`."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     library = import_module(case.module)

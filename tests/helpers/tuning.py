@@ -10,13 +10,13 @@ from ft_ckpt.saving import stage
 
 @contextmanager
 def buckets_of(size_bytes: int) -> Iterator[None]:
-    """Tensors are gathered and broadcast in buckets of `size_bytes`."""
+    """Gather and broadcast tensors in buckets of `size_bytes` during the block."""
     with patch.object(gather, "BUCKET_BYTES", size_bytes):
         yield
 
 
 @contextmanager
 def blocks_of(size_bytes: int) -> Iterator[None]:
-    """Saves write blocks of `size_bytes`, a multiple of 4096."""
+    """Write blocks of `size_bytes`, a multiple of 4096, during the block."""
     with patch.object(stage, "BLOCK_BYTES", size_bytes):
         yield

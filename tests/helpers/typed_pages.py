@@ -1,5 +1,4 @@
-"""The Python blocks of pages and the cells of notebooks as modules, and what mypy and pyright
-answer to them.
+"""The Python blocks of pages and the cells of notebooks as modules, and their type errors.
 
 Each script of a page is a module, and so is each block that is a file of its own. The first line of
 a module binds the names that its page assumes, with the types in `page_names.py`. mypy has its
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from symtable import symtable
 from types import CodeType
+from typing import Any
 
 from pages import Block, blocks_of, cells_of, scripts_of
 from places import ROOT
@@ -25,12 +25,12 @@ from places import ROOT
 HELPERS = ROOT / "tests" / "helpers"
 _NAMES = HELPERS / "page_names.py"
 _IDENTIFIERS = symtable(_NAMES.read_text(encoding="utf-8"), _NAMES.name, "exec").get_identifiers()
-GIVEN = frozenset(_IDENTIFIERS) - set(dir(builtins))
+ASSUMABLE = frozenset(_IDENTIFIERS) - set(dir(builtins))
 
 
 @dataclass(frozen=True)
 class Module:
-    """A script of a page: its code by line, and for each line its place in the document."""
+    """A script of a page: its lines, and the place of each in the document."""
 
     name: str
     lines: tuple[str, ...]
@@ -38,14 +38,14 @@ class Module:
 
 
 def modules_of(page: Path) -> list[Module]:
-    """The scripts of a page or notebook as modules."""
+    """Make a module of each script of a page or notebook."""
     blocks = cells_of(page) if page.suffix == ".ipynb" else blocks_of(page)
     scripts = scripts_of(block for block in blocks if block.language == "python")
     stem = re.sub(r"\W", "_", f"{page.parent.name}_{page.stem}")
     modules = []
     for number, script in scripts.items():
-        told = [block for block in script if block.title is None]
-        modules.append(_make_module(f"{stem}_{number}", page, told))
+        unnamed = [block for block in script if block.title is None]
+        modules.append(_make_module(f"{stem}_{number}", page, unnamed))
         files = {Path(block.title).stem: block for block in script if block.title is not None}
         modules += [_make_module(f"{stem}_{name}", page, [block]) for name, block in files.items()]
     return modules
@@ -54,8 +54,9 @@ def modules_of(page: Path) -> list[Module]:
 def complaints_about(
     modules: Mapping[Path, Sequence[Module]], folder: Path
 ) -> dict[Path, list[str]]:
-    """The errors of both type checkers by page; each checker is run once over all `modules`, which
-    go into `folder`.
+    """Return the errors of both type checkers by page.
+
+    The modules are written into `folder`, and each checker is run once over all of them.
     """
     places: dict[str, tuple[Path, Module]] = {}
     for page, of_page in modules.items():
@@ -67,9 +68,8 @@ def complaints_about(
     for checker, run in {"mypy": _run_mypy, "pyright": _run_pyright}.items():
         for file_name, line, message in run(folder):
             page, module = places[file_name]
-            complaints[page].append(
-                f"{module.places[line - 1]}: {checker}: {message.splitlines()[0]}"
-            )
+            place, first_line = module.places[line - 1], message.splitlines()[0]
+            complaints[page].append(f"{place}: {checker}: {first_line}")
     return complaints
 
 
@@ -82,16 +82,15 @@ def _make_module(name: str, page: Path, blocks: Iterable[Block]) -> Module:
         for number, line in enumerate(block.code.splitlines(), block.line):
             lines.append(line)
             places.append(f"{prefix}{number}")
-    assumed = sorted(_assumed_names("\n".join(lines)) & GIVEN)
+    assumed = sorted(_assumed_names("\n".join(lines)) & ASSUMABLE)
     if assumed:
-        lines[0] = "; ".join(
-            ["import page_names", *(f"{name} = page_names.{name}" for name in assumed)]
-        )
+        bindings = [f"{name} = page_names.{name}" for name in assumed]
+        lines[0] = "; ".join(["import page_names", *bindings])
     return Module(name, tuple(lines), tuple(places))
 
 
 def _assumed_names(code: str) -> set[str]:
-    """The names that a script reads before it binds them."""
+    """Return the names that a script reads before it binds them."""
     module = compile(code, "<page>", "exec")
     bound: set[str] = set()
     assumed: set[str] = set()
@@ -104,14 +103,13 @@ def _assumed_names(code: str) -> set[str]:
 
 
 def _globals_of_functions(code: CodeType) -> set[str]:
-    """The global names that the functions defined in `code` read."""
+    """Return the global names that the functions defined in `code` read."""
     names: set[str] = set()
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            loaded = (instruction for instruction in dis.get_instructions(constant))
-            names |= {
-                instruction.argval for instruction in loaded if instruction.opname == "LOAD_GLOBAL"
-            }
+            for instruction in dis.get_instructions(constant):
+                if instruction.opname == "LOAD_GLOBAL":
+                    names.add(instruction.argval)
             names |= _globals_of_functions(constant)
     return names
 
@@ -119,16 +117,8 @@ def _globals_of_functions(code: CodeType) -> set[str]:
 def _run_mypy(folder: Path) -> list[tuple[str, int, str]]:
     files = [str(path) for path in sorted(folder.glob("*.py"))]
     command = [sys.executable, "-m", "mypy", "--output=json", "--hide-error-context", *files]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"MYPYPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    errors = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    output = _run(command, os.environ | {"MYPYPATH": str(folder)})
+    errors = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return [(Path(error["file"]).name, error["line"], error["message"]) for error in errors]
 
 
@@ -142,25 +132,19 @@ def _run_pyright(folder: Path) -> list[tuple[str, int, str]]:
         "reportPrivateImportUsage": False,
     }
     (folder / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "basedpyright",
-        "--project",
-        str(folder),
-        "--pythonpath",
-        sys.executable,
-    ]
-    done = subprocess.run(
-        [*command, "--outputjson"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    errors = [
-        each
-        for each in json.loads(done.stdout)["generalDiagnostics"]
-        if each["severity"] == "error"
-    ]
-    return [
-        (Path(error["file"]).name, error["range"]["start"]["line"] + 1, error["message"])
-        for error in errors
-    ]
+    options = ["--project", str(folder), "--pythonpath", sys.executable, "--outputjson"]
+    output = _run([sys.executable, "-m", "basedpyright", *options], os.environ)
+    errors = []
+    for diagnostic in json.loads(output)["generalDiagnostics"]:
+        if diagnostic["severity"] == "error":
+            line = diagnostic["range"]["start"]["line"] + 1
+            errors.append((Path(diagnostic["file"]).name, line, diagnostic["message"]))
+    return errors
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Run a type checker; return its output. It ends with 1 where it finds errors."""
+    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True}
+    ended = subprocess.run(command, env=environment, check=False, **options)
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr
+    return str(ended.stdout)

@@ -1,6 +1,6 @@
-"""What type checkers say of calls as the pages show them. mypy checks this file; nothing runs it.
+"""The types of calls as the pages show them. mypy checks this file; nothing runs it.
 
-An error that must be one is ignored on its line, and mypy reports an ignored line without an error.
+An error that must be one is ignored on its line: mypy reports an ignored line without an error.
 """
 
 from typing import Any

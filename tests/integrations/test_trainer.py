@@ -238,7 +238,7 @@ def test_the_first_start_and_the_second_are_one_line(tmp_path, caplog, wanted):
     caplog.set_level(logging.INFO, "ft_ckpt")
     made = ours(tmp_path / "run", stop_after=1)
     run(made, wanted)
-    assert (len(made.seen), caplog.messages[0]) == (
+    assert (len(made.steps), caplog.messages[0]) == (
         1,
         f"a fresh start: no whole checkpoint in {tmp_path / 'run'}",
     )
@@ -339,7 +339,7 @@ def test_a_subclass_that_saves_by_itself_is_refused_by_name(tmp_path):
         SelectionError, match=r"pytorch_model\.bin: written by ByItself\._save itself"
     ):
         made.train()
-    assert made.seen == []
+    assert made.steps == []
     with pytest.warns(
         UserWarning, match=r"Elsewhere\._save_checkpoint does not call Trainer's own"
     ):

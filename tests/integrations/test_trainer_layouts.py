@@ -119,7 +119,7 @@ def test_weights_of_other_values_are_refused_before_the_first_step(tmp_path):
         SelectionError, match=r"model\.safetensors: written by SavesHalf\._save itself"
     ):
         made.train()
-    assert made.seen == []
+    assert made.steps == []
 
 
 def test_a_save_that_does_not_reach_the_trainers_is_named(tmp_path):
@@ -139,7 +139,7 @@ def test_a_model_with_a_layout_of_its_own_is_refused_before_the_first_step(tmp_p
         SelectionError, match=r"WithLayout: has a layout of its own.*attribute='pretrained_model'"
     ):
         made.train()
-    assert made.seen == []
+    assert made.steps == []
 
 
 def test_what_is_inside_a_model_with_a_layout_of_its_own(tmp_path):

@@ -77,7 +77,7 @@ def merges_as_peft(architecture: str, method: str, folder: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["bias", "dora", "loha", "adalora", "ia3", "oft", "vera-anew", "shira", "pissa"]
+    "method", ["bias", "dora", "loha", "adalora", "ia3", "oft", "vera-seed", "shira", "pissa"]
 )
 def test_as_peft_merges_it(method, tmp_path):
     merges_as_peft("llama-tied", method, tmp_path)

@@ -80,9 +80,9 @@ def test_a_fault_of_a_save_by_two_nodes(shim, kind, tmp_path, faulty_rank, backg
             assert ended.is_right, ended
             if not world.fault:
                 assert ended.status == 0, ended
-            if ended.said:
-                assert str(place / world.name) in ended.said, f"names no file: {ended}"
-            steps = {1} if ended.said else {1, 2}
+            if ended.text:
+                assert str(place / world.name) in ended.text, f"names no file: {ended}"
+            steps = {1} if ended.text else {1, 2}
             await_steps(folder, steps)
             after = save(world.name, 3)
             assert after.status == 0, (ended, after)

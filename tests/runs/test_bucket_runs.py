@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from exact_runs import exact, live_model, same, saver_of, train
 from on_ranks import RANK, WORLD, on_ranks
-from shared_shards import PARTS, layers, parts_held
+from shared_shards import PARTS, layers, local_parts
 from training import begin, go_on, whole
 from wrappers import truth
 
@@ -165,7 +165,7 @@ def test_by_mode_by_name_and_by_url():
 def test_two_groups_of_two_ranks(way, background):
     """Shard groups without rank 0: none of their ranks knows which ranks contribute to a gather."""
     live = layers(way)
-    before = parts_held(live)
+    before = local_parts(live)
     settings = {"max_shard_size": 200, "each_rank_writes": "on", "background": background}
     with saver_of(live, RUN, **settings) as saver:
         saver.step()
@@ -175,7 +175,7 @@ def test_two_groups_of_two_ranks(way, background):
     broadcast.SMALL_RANGE_BYTES = 100
     with saver_of(fresh, RUN) as saver:
         saver.resume("must")
-        found = parts_held(fresh)
+        found = local_parts(fresh)
     assert [name for name, tensor in before.items() if not torch.equal(found[name], tensor)] == []
 
 

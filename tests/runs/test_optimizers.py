@@ -95,7 +95,7 @@ def model_of(kind):
     return matrices if kind == "Muon" else network
 
 
-OF_OWN_FORM = [*("preconditioned", "nested", "settings", "turned", "beside", "around"), "in_8_bits"]
+OF_OWN_FORM = [*("preconditioned", "nested", "settings", "turned", "global", "around"), "in_8_bits"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

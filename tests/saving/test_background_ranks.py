@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from faulty_stores import unseen_files
 from on_ranks import RANK, WORLD, on_ranks
-from same_bytes import as_late_as_can_be, live_model, saver_of
+from same_bytes import late_copies, live_model, saver_of
 
 from ft_ckpt import verify
 from ft_ckpt.errors import CheckpointError, NoSpaceError
@@ -45,7 +45,7 @@ def test_muon_is_copied_at_once(tmp_path):
     """
     moved = threading.Event()
     moved.set()
-    with as_late_as_can_be(moved) as copied:
+    with late_copies(moved) as copied:
         live, saver = begun("zero1", tmp_path)
         for group in live.optimizer.optimizer.optimizer.param_groups:
             group["use_muon"] = False

@@ -179,7 +179,7 @@ def check_save(preloaded, folder, case, world, ended):
     save works.
     """
     assert ended.is_right, ended
-    assert not ended.said or "out" in ended.said or str(folder) in ended.said, (
+    assert not ended.text or "out" in ended.text or str(folder) in ended.text, (
         f"names nothing: {ended}"
     )
     check_whole(folder, case, may_hide=True)
@@ -377,10 +377,10 @@ def test_every_fault_of_a_read(preloaded, readable, case):
         shutil.rmtree(readable.with_name("copy"), ignore_errors=True)
         assert ended.is_right, ended
         if not world.fault:
-            expected.extend(json.loads(ended.said))
+            expected.extend(json.loads(ended.text))
             assert expected[1:] == [[]]
         if ended.status != REFUSED:
-            value, heard = json.loads(ended.said)
+            value, heard = json.loads(ended.text)
             assert heard or value == expected[0], ended
 
     try_worlds(trial, System(preloaded, *FAULTS, *LASTING_OF_READS, reads=True))

@@ -70,7 +70,7 @@ def merges_as_peft(architecture: str, config: Any, folder: Path) -> None:
     assert verify(folder / "out").ok
 
 
-@pytest.mark.parametrize("method", ["bias", "dora", "adalora", "vera-anew", "pissa", "osf"])
+@pytest.mark.parametrize("method", ["bias", "dora", "adalora", "vera-seed", "pissa", "osf"])
 def test_as_peft_merges_it(method, tmp_path):
     merges_as_peft("llama-tied", METHODS[method](LINEAR), tmp_path)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from on_ranks import RANK, call_on_ranks, on_ranks
 from safetensors.torch import load_file
 from seeds import chosen_seed
-from shared_shards import PARTS, layers, local, parts_held
+from shared_shards import PARTS, layers, local, local_parts
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -239,7 +239,7 @@ def test_of_a_shard_with_replicas_the_first_is_stored(tmp_path, way, background)
     """Of a shard with replicas, the first one is stored, and all ranks resume with it."""
     live = layers(way)
     expected = truth(live)
-    alike_parts = parts_held(live)
+    alike_parts = local_parts(live)
     with saver_of(live, tmp_path, background=background) as saver:
         alike = saver.save_state(path=tmp_path / "alike")
         assert (alike.result() if background else alike).notes == ()
@@ -265,7 +265,7 @@ def test_of_a_shard_with_replicas_the_first_is_stored(tmp_path, way, background)
         assert progress.report.problems == (), progress.report
         (line,) = progress.report.differences
         assert "first.weight" in line, line
-    same(alike_parts, parts_held(fresh))
+    same(alike_parts, local_parts(fresh))
     with (
         saver_of(live, tmp_path, on_difference="raise") as saver,
         pytest.raises(RanksDisagreeError, match=r"first\.weight.* on rank\(s\) 3"),

@@ -250,7 +250,7 @@ def test_training_waits_for_the_disk_only_and_the_newest_goes_first(s3, tmp_path
                 reports.append(saver.save_state().result())
             assert not any(report.upload.done for report in reports)
             assert {"checkpoint-5", "checkpoint-6"} <= set(names(tmp_path))
-    puts = [line.split("/")[3].split("?")[0] for line in s3.seen("PUT .*/ft_ckpt.json")]
+    puts = [line.split("/")[3].split("?")[0] for line in s3.requests_like("PUT .*/ft_ckpt.json")]
     assert puts.index("checkpoint-6") < puts.index("checkpoint-5"), puts
     assert "checkpoint-4" not in puts
     with pytest.raises(
@@ -270,7 +270,7 @@ def test_what_is_sent_although_the_rules_drop_it_goes_from_the_bucket(s3, tmp_pa
                 saver.learn()
                 saver.save_state()
         saver._saves.follow_ups.uploads.finish()
-        assert s3.seen("PUT .*checkpoint-1/ft_ckpt.json")
+        assert s3.requests_like("PUT .*checkpoint-1/ft_ckpt.json")
         assert names(BUCKET_RUN) == names(tmp_path) == ["checkpoint-3"]
 
 

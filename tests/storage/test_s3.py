@@ -93,7 +93,7 @@ def test_what_goes_on_failing_is_an_error_of_ours(s3, store, call, fault, said):
 @pytest.mark.parametrize("call", ["range", "list", "list_folder", "delete", "upload"])
 def test_answers_of_a_wrong_length_are_errors(s3, store, call):
     """Not of what is read whole, in one request: of that the digests tell."""
-    s3.faults = [Fault(times=MANY, keeps_bytes=1, lies=True)]
+    s3.faults = [Fault(times=MANY, keeps_bytes=1, shortens_length=True)]
     with pytest.raises((TargetError, UnreadableError, CorruptError)):
         CALLS[call](store)
 
@@ -155,7 +155,7 @@ def test_pages_of_a_listing_and_deletions_of_more_than_a_thousand(s3, store):
     s3.requests.clear()
     store.delete(names)
     assert store.list("many") == []
-    assert len(s3.seen("POST .*delete")) == 2
+    assert len(s3.requests_like("POST .*delete")) == 2
 
 
 def test_settings_of_the_client_come_from_the_caller_from_variables_and_from_us(monkeypatch):

@@ -1,4 +1,4 @@
-"""Runs a command beside the clients of a network file system.
+"""Runs a command with the clients of a network file system.
 
     PYTHONPATH=tests/helpers python -m network_disks GlusterFS 2 scripts/network_disk {0} {1}
 
@@ -16,6 +16,7 @@ from network_disks import NETWORK_DISKS
 
 
 def main() -> int:
+    """Run the command of the command line with the clients' folders; return its exit status."""
     name, count, *words = sys.argv[1:]
     kinds = {kind.name: kind for kind in NETWORK_DISKS}
     if name not in kinds:

@@ -68,18 +68,12 @@ class CephFS(NetworkDisk):
         self._disk = str(uuid.uuid4())
         for name in ("mon", "osd", "mds"):
             (self.folder / name).mkdir()
-        facts = {
-            "folder": self.folder,
-            "port": self._port,
-            "fsid": identity,
-            "disk_bytes": _DISK_BYTES,
-        }
-        (self.folder / "ceph.conf").write_text(_CONFIGURATION.format(**facts))
-        address, table = f"[v2:127.0.0.1:{self._port}]", self.folder / "monmap"
-        self.run(
-            *("monmaptool", "--create", "--clobber", "--fsid", identity),
-            *("--addv", "a", address, table),
-        )
+        facts = {"folder": self.folder, "port": self._port, "fsid": identity}
+        text = _CONFIGURATION.format(**facts, disk_bytes=_DISK_BYTES)
+        (self.folder / "ceph.conf").write_text(text)
+        table = self.folder / "monmap"
+        monitor = ["--fsid", identity, "--addv", "a", f"[v2:127.0.0.1:{self._port}]"]
+        self.run("monmaptool", "--create", "--clobber", *monitor, table)
         self._ceph("ceph-mon", "--mkfs", "-i", "a", "--monmap", table, *_OWNER)
 
     def begin_server(self) -> None:

@@ -1,4 +1,4 @@
-"""What the stands share: a server on loopback and its clients, processes that are ended by id."""
+"""The base of the network file systems: a server on loopback, its clients, and their processes."""
 
 import ctypes
 import os
@@ -52,7 +52,7 @@ class NetworkDisk(ABC):
 
     @classmethod
     def why_absent(cls) -> str:
-        """Why this file system cannot run here; "" if it can."""
+        """Return why this file system cannot run on this machine; "" if it can."""
         if not MAY_MOUNT:
             return f"{cls.name}: needs /dev/fuse and the right to mount"
         missing = [program for program in cls.programs if shutil.which(program) is None]
@@ -60,7 +60,7 @@ class NetworkDisk(ABC):
 
     @classmethod
     def needed(cls) -> pytest.MarkDecorator:
-        """A mark that skips a test where this file system cannot run."""
+        """Return a mark that skips a test where this file system cannot run."""
         return pytest.mark.skipif(bool(cls.why_absent()), reason=cls.why_absent())
 
     def __enter__(self: DISK) -> DISK:
@@ -91,13 +91,11 @@ class NetworkDisk(ABC):
         return pids
 
     def start_server(self) -> None:
-        """Start it, again after `stop_server`, with the data that are there; return when it
-        answers.
-        """
+        """Start the server, also after `stop_server`, with its data; return when it answers."""
         self.begin_server()
 
     def stop_server(self, number: int = signal.SIGTERM) -> None:
-        """End its processes by a signal, the last that began first; clients stay mounted."""
+        """End the server's processes by a signal, the last one first; clients stay mounted."""
         while self._servers:
             server = self._servers.pop()
             children = _children(server.pid)
@@ -118,14 +116,14 @@ class NetworkDisk(ABC):
             self.start_server()
 
     def clients(self, count: int, cache_seconds: int = 1) -> list[Path]:
-        """The mount points of `count` further clients.
+        """Mount `count` further clients; return their mount points.
 
         Each may show attributes, entries and the absence of names that are `cache_seconds` old.
         """
         return [self.mount_client(cache_seconds) for _ in range(count)]
 
     def mount_client(self, cache_seconds: int = 1) -> Path:
-        """The mount point of one further client, see `clients`."""
+        """Mount one further client; return its mount point, see `clients`."""
         number = len(self._clients)
         mount = self.folder / f"client-{number}"
         mount.mkdir()
@@ -143,8 +141,9 @@ class NetworkDisk(ABC):
         return self._clients[number].process.pid
 
     def kill_client(self, number: int) -> None:
-        """Kill the process of a client, and those that it has started; its mount point stays and
-        answers ENOTCONN.
+        """Kill the process of a client, and those that it has started.
+
+        Its mount point stays and answers ENOTCONN.
         """
         process = self._clients[number].process
         if process.poll() is None:
@@ -165,13 +164,13 @@ class NetworkDisk(ABC):
 
     @abstractmethod
     def client_command(self, mount: Path, cache_seconds: int) -> Sequence[object]:
-        """The command of a client in the foreground."""
+        """Return the command of a client in the foreground."""
 
     def limit_size(self, mount: Path, size_bytes: int) -> None:  # noqa: B027 - a data_folder may do
         """Limit what is stored, through a client that has just been mounted at `mount`."""
 
     def data_folder(self, name: str) -> Path:
-        """A new folder below `folder` for what the server stores, no larger than `size_bytes`."""
+        """Make a folder below `folder` for the server's data, of at most `size_bytes`."""
         folder = self.folder / name
         folder.mkdir()
         if self.size_bytes is not None:
@@ -185,14 +184,13 @@ class NetworkDisk(ABC):
         self._servers.append(self._begin(program, [program, *arguments]))
 
     def run(self, *command: object) -> str:
-        """What one of the file system's commands prints."""
+        """Run one of the file system's commands; return its output."""
         line = [str(argument) for argument in command]
-        done = subprocess.run(
-            line, capture_output=True, text=True, timeout=_START_SECONDS, check=False
-        )
-        if done.returncode:
-            pytest.fail(f"{self.name}: {' '.join(line)}: {done.stdout}{done.stderr}")
-        return done.stdout
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _START_SECONDS}
+        ended = subprocess.run(line, check=False, **options)
+        if ended.returncode:
+            pytest.fail(f"{self.name}: {' '.join(line)}: {ended.stdout}{ended.stderr}")
+        return str(ended.stdout)
 
     def await_listener(self, port: int) -> None:
         self.await_true(lambda: _is_listening(port), f"port {port}")
@@ -209,10 +207,9 @@ class NetworkDisk(ABC):
 
     def _begin(self, name: str, command: Sequence[object]) -> "subprocess.Popen[bytes]":
         line = [str(argument) for argument in command]
-        # a test's own settings of clients are not for these
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("AWS_")
-        }
+        # the settings of clients of a test are not for these
+        variables = os.environ.items()
+        environment = {name: value for name, value in variables if not name.startswith("AWS_")}
         # its own session: a signal to the group of a test, such as Ctrl-C, would end it too early
         with (self.folder / f"{name}.out").open("ab") as output:
             return subprocess.Popen(

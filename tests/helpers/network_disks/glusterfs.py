@@ -65,8 +65,7 @@ class GlusterFS(NetworkDisk):
     def client_command(self, mount: Path, cache_seconds: int) -> list[object]:
         volume = self.folder / f"client-{cache_seconds}.vol"
         volume.write_text(_CLIENT.format(port=self._port, cache_seconds=cache_seconds))
-        caches = [
-            f"--{kind}-timeout={cache_seconds}" for kind in ("attribute", "entry", "negative")
-        ]
+        kinds = ("attribute", "entry", "negative")
+        caches = [f"--{kind}-timeout={cache_seconds}" for kind in kinds]
         log = f"--log-file={self.folder / mount.name}.log"
         return ["glusterfs", "--no-daemon", f"--volfile={volume}", log, *caches, mount]

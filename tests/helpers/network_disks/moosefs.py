@@ -98,7 +98,7 @@ class MooseFS(NetworkDisk):
 
 
 def _own_address() -> str | None:
-    """An address of this machine that is not loopback; None without one."""
+    """Return an address of this machine that is not loopback; None without one."""
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:
             if address.family == socket.AF_INET:

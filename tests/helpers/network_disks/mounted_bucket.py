@@ -10,7 +10,7 @@ from network_disks.disk import NetworkDisk
 
 
 class MountedBucket(NetworkDisk):
-    """It is empty after `stop_server`: moto keeps objects in memory."""
+    """A mounted bucket, which is empty after `stop_server`: moto keeps objects in memory."""
 
     full_error = errno.EIO
     url = f"s3://{BUCKET}"
