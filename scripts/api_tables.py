@@ -1,5 +1,6 @@
-"""Tables of parameters on the page of the API: an extension of griffe, which reads the docstrings
-for mkdocstrings.
+"""Tables of parameters on the page of the API, by an extension of griffe.
+
+griffe reads the docstrings for mkdocstrings.
 
 A docstring describes a parameter in a sentence that begins with its name, "`base`: the model of an
 adapter.", and goes on to the next such sentence or the end of the paragraph. Each becomes a row;
@@ -36,18 +37,17 @@ def _move_descriptions(item: griffe.Function | griffe.Class, parameters: Collect
 
 
 def split_descriptions(docstring: str, parameters: Collection[str]) -> tuple[str, dict[str, str]]:
-    """The docstring without the descriptions of `parameters`, and these by name."""
-    kept: list[str] = []
+    """Return the docstring without the descriptions of `parameters`, and these by name."""
+    paragraphs: list[str] = []
     rows: dict[str, str] = {}
-    for paragraph in docstring.split("\n\n"):
-        text = (
-            paragraph if paragraph.startswith((" ", "- ", "```")) else " ".join(paragraph.split())
-        )
+    for text in docstring.split("\n\n"):
+        if not text.startswith((" ", "- ", "```")):
+            text = " ".join(text.split())
         starts = [match for match in _DESCRIPTION.finditer(text) if match[1] in parameters]
         for match, following in zip_longest(starts, starts[1:]):
             end = following.start() if following else len(text)
             rows[match[1]] = text[match.end() : end].strip()
         rest = text[: starts[0].start()].strip() if starts else text
         if rest:
-            kept.append(rest)
-    return "\n\n".join(kept), rows
+            paragraphs.append(rest)
+    return "\n\n".join(paragraphs), rows

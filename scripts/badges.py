@@ -24,37 +24,30 @@ def main() -> None:
 
 
 def badges() -> dict[str, str]:
-    """Name and value of each badge."""
+    """Return the value of each badge by its name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     prefix = "Programming Language :: Python :: 3."
-    versions = [
-        line.removeprefix(prefix) for line in project["classifiers"] if line.startswith(prefix)
-    ]
-    python = " | ".join(f"3.{minor}" for minor in sorted(versions, key=int))
+    minors = []
+    for line in project["classifiers"]:
+        if line.startswith(prefix):
+            minors.append(int(line.removeprefix(prefix)))
+    python = " | ".join(f"3.{minor}" for minor in sorted(minors))
     return {"license": project["license"], "python": python, "typing": "mypy --strict"}
 
 
 def badge(name: str, value: str) -> str:
-    """A badge as SVG: the name on grey, the value on blue."""
+    """Draw a badge as SVG: the name on grey, the value on blue."""
     name_width = round(2 * MARGIN + LETTER * len(name))
     value_width = round(2 * MARGIN + LETTER * len(value))
     width = str(name_width + value_width)
-    size = {
-        "width": width,
-        "height": str(HEIGHT),
-        "viewBox": f"0 0 {width} {HEIGHT}",
-    }
-    svg = Xml.Element(
-        "svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "font-family": FONT, "role": "img"}
-    )
+    size = {"width": width, "height": str(HEIGHT), "viewBox": f"0 0 {width} {HEIGHT}"}
+    look = {"font-family": FONT, "role": "img"}
+    svg = Xml.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, **look})
     Xml.SubElement(svg, "title").text = f"{name}: {value}"
     clip = Xml.SubElement(svg, "clipPath", {"id": "round"})
     Xml.SubElement(clip, "rect", {"width": width, "height": str(HEIGHT), "rx": "3"})
     group = Xml.SubElement(svg, "g", {"clip-path": "url(#round)"})
-    fields = (
-        (name, 0, name_width, NAME_COLOR),
-        (value, name_width, value_width, VALUE_COLOR),
-    )
+    fields = ((name, 0, name_width, NAME_COLOR), (value, name_width, value_width, VALUE_COLOR))
     for _, x, field_width, color in fields:
         field = {"x": str(x), "width": str(field_width), "height": str(HEIGHT), "fill": color}
         Xml.SubElement(group, "rect", field)

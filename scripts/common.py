@@ -1,6 +1,4 @@
-"""Shared by the example scripts: a text to read, a tokenizer, a tiny model, and a table of the
-saves.
-"""
+"""Texts, a tokenizer, a tiny model and a table of saves, for the example scripts."""
 
 import json
 import logging
@@ -30,11 +28,11 @@ CHAT_TEMPLATE = (
 
 
 def make_accelerator() -> Accelerator:
-    """The Accelerator of this process, on the CPU where a launcher started it and there is no other
-    device.
+    """Make the Accelerator of this process.
 
-    Without that setting each rank of `accelerate launch` on a CPU-only machine acts as the only
-    one, trains by itself and overwrites the others' files.
+    It is on the CPU where a launcher started it and there is no other device. Without that setting
+    each rank of `accelerate launch` on a CPU-only machine acts as the only one, trains by itself
+    and overwrites the others' files.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ft_ckpt").setLevel(logging.INFO)  # what is resumed, saved and deleted
@@ -43,25 +41,25 @@ def make_accelerator() -> Accelerator:
 
 
 def read_documents(dataset: Path | None) -> list[Document]:
-    """The documents of a text or JSONL file (fields "text" or "messages"); without one, Python's
-    own sources.
+    """Read the documents of a text or JSONL file (fields "text" or "messages").
+
+    Without a file they are Python's own sources.
     """
     if dataset is None:
         return list(standard_library())
+    text = dataset.read_text(encoding="utf-8")
     if dataset.suffix != ".jsonl":
-        return [dataset.read_text(encoding="utf-8")]
-    rows = [
-        json.loads(line)
-        for line in dataset.read_text(encoding="utf-8").splitlines()
-        if line.strip()
-    ]
-    return [row["messages"] if "messages" in row else row["text"] for row in rows]
+        return [text]
+    documents: list[Document] = []
+    for line in text.splitlines():
+        if line.strip():
+            row = json.loads(line)
+            documents.append(row["messages"] if "messages" in row else row["text"])
+    return documents
 
 
 def standard_library(limit_bytes: int = 1_500_000) -> Iterable[str]:
-    """Modules of the standard library in the order of their names, whole, at most `limit_bytes`
-    together.
-    """
+    """Yield whole modules of the standard library by name, at most `limit_bytes` together."""
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
         limit_bytes -= len(text)
@@ -73,8 +71,9 @@ def standard_library(limit_bytes: int = 1_500_000) -> Iterable[str]:
 def get_tokenizer(
     accelerator: Accelerator, model: str | None, documents: Sequence[Document]
 ) -> Any:
-    """The tokenizer of a model folder, or one trained on the documents by rank 0 and sent to every
-    rank.
+    """Load the tokenizer of a model folder, or train one on the documents.
+
+    Rank 0 trains it, and sends it to every rank.
     """
     if model is not None:
         return AutoTokenizer.from_pretrained(model)
@@ -90,7 +89,7 @@ def get_tokenizer(
 
 
 def train_bpe(documents: Sequence[Document], vocabulary_size: int = 2048) -> Tokenizer:
-    """A byte-level BPE, which can encode any text."""
+    """Train a byte-level BPE, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -105,7 +104,7 @@ def train_bpe(documents: Sequence[Document], vocabulary_size: int = 2048) -> Tok
 
 
 def pack(tokenizer: Any, documents: Sequence[Document], length: int) -> torch.Tensor:
-    """All documents as one stream of tokens, cut into rows: a [rows, length] tensor of int64."""
+    """Join all documents into one stream of tokens, cut into rows: int64 [rows, length]."""
     texts = []
     for document in documents:
         if isinstance(document, str):
@@ -121,7 +120,7 @@ def pack(tokenizer: Any, documents: Sequence[Document], length: int) -> torch.Te
 
 
 def check_enough(rows: torch.Tensor, needed: int) -> None:
-    """Ends the program when a text is too short for a batch on every process."""
+    """End the program if a text is too short for a batch on every process."""
     if len(rows) < needed:
         raise SystemExit(
             f"the text makes {len(rows)} rows of {rows.shape[1]} tokens, {needed} are needed: give "
@@ -130,7 +129,7 @@ def check_enough(rows: torch.Tensor, needed: int) -> None:
 
 
 def tiny_olmo(tokenizer: Any, hidden_size: int = 128) -> Olmo2ForCausalLM:
-    """OLMo-2 of two layers and four heads, about a million parameters, and random weights."""
+    """Make an OLMo-2 of two layers and four heads: about a million random parameters."""
     config = Olmo2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -146,7 +145,7 @@ def tiny_olmo(tokenizer: Any, hidden_size: int = 128) -> Olmo2ForCausalLM:
 
 
 def print_saves(reports: Sequence[SaveReport]) -> None:
-    """A table with one line for each save, and the saver's notes below it."""
+    """Print a table with one line for each save, and the saver's notes below it."""
     table = Table(title="saved")
     for heading in ("checkpoint", "kind", "tensors", "size", "time", "casts"):
         table.add_column(heading, overflow="fold")

@@ -27,14 +27,13 @@ def main() -> None:
 
 
 def generate(folder: Path, prompt: str) -> str:
-    """The continuation of a prompt by the model in a folder, loaded with transformers alone."""
+    """Continue a prompt by the model in a folder, loaded with transformers alone."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(0)
-    output = model.generate(
-        **inputs, max_new_tokens=32, do_sample=True, pad_token_id=tokenizer.pad_token_id
-    )
+    options = {"max_new_tokens": 32, "do_sample": True, "pad_token_id": tokenizer.pad_token_id}
+    output = model.generate(**inputs, **options)
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

@@ -46,9 +46,8 @@ def main() -> None:
 
     documents = read_documents(args.dataset)
     tokenizer = get_tokenizer(accelerator, args.model, documents)
-    train, held_out = make_loaders(
-        accelerator, pack(tokenizer, documents, args.sequence_length), args
-    )
+    blocks = pack(tokenizer, documents, args.sequence_length)
+    train, held_out = make_loaders(accelerator, blocks, args)
     model = make_model(tokenizer, args)
     optimizer, scheduler = make_optimizer(accelerator, model, args)
     model, optimizer, train, held_out, scheduler = accelerator.prepare(
@@ -58,22 +57,19 @@ def main() -> None:
 
     # Every rank makes the saver and every rank saves: each holds a part of the weights when the
     # model is sharded.
-    settings = {
+    settings: dict[str, Any] = {
         "dtype": args.dtype,
         "max_shard_size": args.max_shard_size,
         "chat_template_name": args.chat_template,
     }
-    schedule = {"every": Every(steps=args.save_every or None), "keep": Keep(last=args.keep)}
-    with CheckpointSaver(
-        accelerator, args.output_dir, tokenizer=tokenizer, **schedule, **settings
-    ) as saver:
+    settings |= {"every": Every(steps=args.save_every or None), "keep": Keep(last=args.keep)}
+    with CheckpointSaver(accelerator, args.output_dir, tokenizer=tokenizer, **settings) as saver:
         saver.resume(args.resume)
         reports = list(training(learner, saver, train, args))
         final_loss = learner.evaluate(held_out)
-        path, metrics = args.output_dir / "final", {"held_out_loss": final_loss}
-        reports.append(
-            saver.save(model, path, adapter_only=args.lora, step=args.steps, metrics=metrics)
-        )
+        facts = {"step": args.steps, "metrics": {"held_out_loss": final_loss}}
+        path = args.output_dir / "final"
+        reports.append(saver.save(model, path, adapter_only=args.lora, **facts))
 
     if accelerator.is_main_process:
         print(f"held-out loss {final_loss:.3f}")
@@ -83,15 +79,14 @@ def main() -> None:
 
 
 def make_model(tokenizer: Any, args: argparse.Namespace) -> Any:
-    """The model of --model or a tiny one; with --lora its weights are frozen and adapters added."""
+    """Load the model of --model, or make a tiny one; with --lora freeze it and add adapters."""
     if args.model is None:
         model: Any = tiny_olmo(tokenizer)
     else:
-        # Full training keeps float32 weights (mixed precision is the launcher's business); frozen
-        # ones stay small.
-        model = AutoModelForCausalLM.from_pretrained(
-            args.model, dtype="auto" if args.lora else torch.float32
-        )
+        # Full training has float32 weights, and the launcher chooses mixed precision; frozen ones
+        # stay small.
+        dtype = "auto" if args.lora else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     if args.lora:
         lora = LoraConfig(
             task_type="CAUSAL_LM",
@@ -106,13 +101,14 @@ def make_model(tokenizer: Any, args: argparse.Namespace) -> Any:
 def make_loaders(
     accelerator: Accelerator, blocks: torch.Tensor, args: argparse.Namespace
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Loaders of [batch, length] token tensors: every twentieth block is held out (at most 16
-    batches a rank).
+    """Make loaders of [batch, length] tokens: for training, and of every twentieth block.
+
+    The latter is held out: at most 16 batches on each rank.
     """
-    world = args.batch_size * accelerator.num_processes
-    check_enough(blocks, max(20, 2 * world))
-    kept = torch.arange(len(blocks)) % 20 != 19
-    train, held_out = blocks[kept], blocks[~kept][: 16 * world]
+    batch_of_all = args.batch_size * accelerator.num_processes
+    check_enough(blocks, max(20, 2 * batch_of_all))
+    is_train = torch.arange(len(blocks)) % 20 != 19
+    train, held_out = blocks[is_train], blocks[~is_train][: 16 * batch_of_all]
     return (
         DataLoader(train, args.batch_size, shuffle=True, drop_last=True),  # type: ignore[arg-type]
         DataLoader(held_out, args.batch_size),  # type: ignore[arg-type]
@@ -122,7 +118,10 @@ def make_loaders(
 def make_optimizer(
     accelerator: Accelerator, model: torch.nn.Module, args: argparse.Namespace
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """AdamW on what is trainable, and a cosine schedule with a tenth of the steps to warm up."""
+    """Make AdamW for the trainable parameters, and a cosine schedule.
+
+    A tenth of its steps warm up.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.learning_rate, betas=(0.9, 0.95))
     # Accelerate moves the schedule once per process and step
@@ -140,7 +139,7 @@ class Learner:
     scheduler: Any
 
     def learn(self, batch: torch.Tensor) -> torch.Tensor:
-        """One optimizer step; returns this rank's loss before it, a scalar on the device."""
+        """Make an optimizer step; return this rank's loss before it, a scalar on the device."""
         self.model.train()
         loss = self.model(input_ids=batch, labels=batch).loss
         self.accelerator.backward(loss)
@@ -152,7 +151,7 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[torch.Tensor]) -> float:
-        """The mean loss over the batches of all ranks."""
+        """Return the mean loss over the batches of all ranks. Collective."""
         self.model.eval()
         losses = torch.stack([self.model(input_ids=batch, labels=batch).loss for batch in loader])
         return self.accelerator.reduce(losses.mean(), "mean").item()
@@ -164,15 +163,16 @@ def training(
     loader: Iterable[torch.Tensor],
     args: argparse.Namespace,
 ) -> Iterator[SaveReport]:
-    """Trains from the saver's position up to --steps, pass after pass; yields the report of each
-    save.
+    """Train from the saver's position up to --steps; yield the report of each save.
 
     On rank 0 the loss appears in a progress bar when the output is a terminal, else on a line every
     --log-every steps; with --losses every step's is appended to a file.
     """
     is_main = learner.accelerator.is_main_process
-    bar = is_main and sys.stdout.isatty()
-    with Progress(disable=not bar) as progress, log_of(args.losses if is_main else None) as log:
+    has_bar = is_main and sys.stdout.isatty()
+    prints = is_main and not has_bar
+    log_file = open_log(args.losses if is_main else None)
+    with Progress(disable=not has_bar) as progress, log_file as log:
         task = progress.add_task("training", total=args.steps, completed=saver.progress.step)
         while saver.progress.step < args.steps:
             for batch in saver.remaining(loader):
@@ -180,11 +180,8 @@ def training(
                 step = saver.progress.step + 1
                 log.write(f"{step} {loss!r}\n")
                 progress.update(task, advance=1, description=f"loss {loss:.3f}")
-                if (
-                    is_main
-                    and not bar
-                    and (step in (1, args.steps) or (args.log_every and step % args.log_every == 0))
-                ):
+                is_logged = args.log_every > 0 and step % args.log_every == 0
+                if prints and (is_logged or step in (1, args.steps)):
                     print(f"step {step}/{args.steps} loss {loss:.3f}", flush=True)
                 report = saver.step({"loss": loss})
                 if report is not None:
@@ -193,8 +190,8 @@ def training(
                     break
 
 
-def log_of(path: Path | None) -> TextIO:
-    """A file to append lines to; the null device without a path."""
+def open_log(path: Path | None) -> TextIO:
+    """Open a file to append lines to; the null device without a path."""
     if path is None:
         return Path(os.devnull).open("w")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,4 @@
-"""Train with GRPO: a trainer of two ranks, a rollout process and a replay buffer, which share one
-checkpoint.
+"""Train with GRPO: two ranks, a rollout process and a replay buffer write one checkpoint together.
 
     python scripts/grpo.py --output-dir runs/grpo     # started again after a kill, it goes on
 
@@ -52,18 +51,15 @@ class Group(NamedTuple):
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run all processes until the training ends, or one of them does; returns the exit code."""
+    """Run all processes until the training ends, or one of them does; return the exit code."""
     args = parse_arguments(words)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     # Forked, so that the libraries are loaded once. With accelerators use "spawn", or start the
     # processes yourself.
     context = multiprocessing.get_context("fork")
     pipes = {name: context.Pipe() for name in ("rollout", "replay")}
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(RANKS),
-    }
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {**address, "WORLD_SIZE": str(RANKS)}
     trainer_ends = {name: trainer_end for name, (trainer_end, _) in pipes.items()}
     work: dict[str, Callable[[], None]] = {
         "rollout": partial(serve_rollouts, pipes["rollout"][1], args),
@@ -85,7 +81,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def wait_for(processes: dict[str, Any]) -> int:
-    """Wait for all; returns 1 as soon as one fails, because the others cannot go on without it."""
+    """Wait for all; return 1 as soon as one fails, because the others cannot go on without it."""
     while any(process.is_alive() for process in processes.values()):
         for name, process in processes.items():
             if process.exitcode not in (None, 0):
@@ -98,9 +94,9 @@ def wait_for(processes: dict[str, Any]) -> int:
 
 
 def run_process(action: Callable[[], None]) -> None:
-    """One process, which ends with the parent.
+    """Do `action` in this process, which ends with the parent.
 
-    A Ctrl-C reaches all of them, and the parent ends them.
+    A Ctrl-C reaches all processes, and the parent ends them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -119,7 +115,7 @@ def run_process(action: Callable[[], None]) -> None:
 
 
 def train(rank: int, pipes: dict[str, Connection], args: argparse.Namespace) -> None:
-    """One rank of the trainer.
+    """Train on one rank.
 
     Rank 0 talks to the other processes, and gives each rank its groups.
     """
@@ -128,16 +124,17 @@ def train(rank: int, pipes: dict[str, Connection], args: argparse.Namespace) -> 
     model = make_model(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     model, optimizer = accelerator.prepare(model, optimizer)
-    with CheckpointSaver(
-        accelerator, args.output_dir, every=args.every, keep=2, background=args.background
-    ) as saver:
+    settings = {"every": args.every, "keep": 2, "background": args.background}
+    with CheckpointSaver(accelerator, args.output_dir, **settings) as saver:
         saver.resume()
         session = saver.invite("replay", "rollout", timeout_seconds=60)
         if rank == 0:
             for pipe in pipes.values():
                 pipe.send(("join", session))
         while saver.progress.step < args.steps:
-            step, groups, dropped = saver.progress.step + 1, list[Group](), list[Ticket]()
+            step = saver.progress.step + 1
+            groups: list[Group] = []
+            dropped: list[Ticket] = []
             if rank == 0:
                 groups, dropped = next_groups(pipes, model, step)
             groups = share(groups)
@@ -164,7 +161,7 @@ def train(rank: int, pipes: dict[str, Connection], args: argparse.Namespace) -> 
 def next_groups(
     pipes: dict[str, Connection], model: Any, step: int
 ) -> tuple[list[Group], list[Ticket]]:
-    """The groups to train in `step`, and the prompts that were dropped on the way."""
+    """Return the groups to train in `step`, and the prompts that were dropped meanwhile."""
     dropped: list[Ticket] = []
     weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     while True:
@@ -182,14 +179,17 @@ def next_groups(
 
 
 def share(groups: list[Group]) -> list[Group]:
-    """The groups of rank 0, on every rank."""
+    """Send the groups of rank 0 to every rank. Collective."""
     shared = [groups]
     torch.distributed.broadcast_object_list(shared)
     return shared[0]
 
 
 def grpo_loss(model: Any, groups: list[Group]) -> Tensor:
-    """Advantages within each group times the log probabilities of its tokens."""
+    """Return the mean of advantages times log probabilities over the tokens, negated.
+
+    Advantages are those within a group.
+    """
     losses = []
     for group in groups:
         advantages = (group.rewards - group.rewards.mean()) / (group.rewards.std() + 1e-4)
@@ -273,16 +273,16 @@ def serve_replay(pipe: Connection, args: argparse.Namespace) -> None:
             elif action == "counts":
                 answer = frontier.counts
             else:
-                rows = [
-                    [list(group.ticket), group.version, group.tokens, group.rewards]
-                    for group in groups
-                ]
+                rows: list[Any] = []
+                for group in groups:
+                    ticket = list(group.ticket)
+                    rows.append([ticket, group.version, group.tokens, group.rewards])
                 writer.put(argument, {"frontier": frontier.state_dict(), "groups": rows})
             pipe.send(answer)
 
 
 def divide_by_rewards(groups: list[Group]) -> tuple[list[Group], list[Group]]:
-    """The groups that teach something, and those whose rewards are all equal."""
+    """Return the groups with different rewards, and those whose rewards are all equal."""
     useful: list[Group] = []
     equal_rewards: list[Group] = []
     for group in groups:
@@ -292,7 +292,7 @@ def divide_by_rewards(groups: list[Group]) -> tuple[list[Group], list[Group]]:
 
 
 def requests(pipe: Connection) -> Iterator[tuple[str, Any]]:
-    """The requests of the trainer, until it says that it ends."""
+    """Yield the requests of the trainer, until it ends."""
     while True:
         action, argument = pipe.recv()
         if action == "end":

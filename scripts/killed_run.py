@@ -1,5 +1,4 @@
-"""Draws docs/images/killed-light.svg and killed-dark.svg: the losses of a run that is killed, and
-of one that is not.
+"""Draws docs/images/killed-*.svg: the losses of a run that is killed, and of one that is not.
 
     python -m scripts.killed_run [FOLDER]    # about two minutes on a CPU; --kills, --epochs, --seed
 
@@ -39,11 +38,9 @@ LEFT, RIGHT = 40, 632  # pixels: the first and the last step
 
 @dataclass(frozen=True)
 class Life:
-    """One process of a run: the losses of its steps, exactly as it logged them, and whether it was
-    killed.
-    """
+    """One process of a run."""
 
-    losses: dict[int, str]
+    losses: dict[int, str]  # of each step, exactly as it logged them
     killed: bool
 
     @property
@@ -94,7 +91,7 @@ def main() -> None:
 
 
 def train(folder: Path, epochs: int) -> None:
-    """The training script: it is started in the same way after each kill."""
+    """Train the run in `folder`; the script is started in the same way after each kill."""
     import torch
     from accelerate import Accelerator
     from accelerate.utils import set_seed
@@ -105,27 +102,26 @@ def train(folder: Path, epochs: int) -> None:
 
     set_seed(0)
     torch.set_num_threads(1)
-    rows = (
-        torch.randint(32, (8 * BATCHES, 1))
-        + torch.randint(1, 4, (8 * BATCHES, 1)) * torch.arange(16)
-    ) % 32
-    rows[:, 10:] = torch.randint(32, (8 * BATCHES, 6))  # noise, which keeps the losses moving
+    count = 8 * BATCHES
+    first, difference = torch.randint(32, (count, 1)), torch.randint(1, 4, (count, 1))
+    rows = (first + difference * torch.arange(16)) % 32
+    rows[:, 10:] = torch.randint(32, (count, 6))  # noise, which keeps the losses moving
     samples = [{"input_ids": row, "labels": row} for row in rows]
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
     config = LlamaConfig(
-        vocab_size=32, **sizes, attention_dropout=0.1, bos_token_id=None, eos_token_id=None
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        attention_dropout=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     accelerator = Accelerator(cpu=True)
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(samples, batch_size=8, shuffle=True)
-    )
+    loader = DataLoader(samples, batch_size=8, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     folder.mkdir(parents=True, exist_ok=True)
     with (
         CheckpointSaver(accelerator, folder, every=SAVE_EVERY, keep=2) as saver,
@@ -150,41 +146,35 @@ def run(
     chances: random.Random,
     script: Sequence[str] = ("-m", "scripts.killed_run", "--train"),
 ) -> list[Life]:
-    """Start the script, kill it `kills` times, let the last process finish; its processes in
-    order.
+    """Start the script, kill it `kills` times, let the last process finish; return all processes.
 
     `script`: the words before the folder and the epochs; it logs its steps as `train` does.
     """
     lives: list[Life] = []
-    stretch = epochs * BATCHES / (kills + 1)  # each kill is in a part of the run of its own
-    for life in range(kills + 1):
+    stretch = epochs * BATCHES / (kills + 1)  # each kill is in another part of the run
+    for number in range(kills + 1):
         logged = len(read_log(folder))
         command = [sys.executable, *script, str(folder), "--epochs", str(epochs)]
         process = subprocess.Popen(command, cwd=ROOT)
-        is_killed = life < kills
+        is_killed = number < kills
         if is_killed:
-            kill(
-                process,
-                folder,
-                logged,
-                step=int(stretch * (life + chances.uniform(0.3, 1))),
-                chances=chances,
-            )
+            step = int(stretch * (number + chances.uniform(0.3, 1)))
+            kill(process, folder, logged, step, chances)
         code = process.wait()
         if code != (-signal.SIGKILL if is_killed else 0):
-            sys.exit(f"process {life + 1} ended with exit code {code}")
-        lives.append(Life(dict(read_log(folder)[logged:]), is_killed))
-        print(
-            f"process {life + 1}: steps {lives[-1].first_step} to {lives[-1].last_step}", flush=True
-        )
+            sys.exit(f"process {number + 1} ended with exit code {code}")
+        life = Life(dict(read_log(folder)[logged:]), is_killed)
+        lives.append(life)
+        print(f"process {number + 1}: steps {life.first_step} to {life.last_step}", flush=True)
     return lives
 
 
 def kill(
     process: subprocess.Popen[bytes], folder: Path, logged: int, step: int, chances: random.Random
 ) -> None:
-    """Kill the process at a random moment after it has logged this step, wherever in a step or a
-    save it is then.
+    """Kill the process at a random moment after it has logged this step.
+
+    It may be in a step or in a save then. `logged`: lines that are those of earlier processes.
     """
     while process.poll() is None:
         steps = [number for number, _ in read_log(folder)[logged:]]
@@ -196,7 +186,7 @@ def kill(
 
 
 def read_log(folder: Path) -> list[tuple[int, str]]:
-    """Step and loss of each complete line that the processes of a run have logged."""
+    """Return step and loss of each complete line that the processes of a run have logged."""
     path = folder / LOG
     if not path.exists():
         return []
@@ -209,8 +199,9 @@ def read_log(folder: Path) -> list[tuple[int, str]]:
 
 
 def compare(whole: Life, lives: list[Life]) -> None:
-    """Every loss of the killed run is that of the run that was left alone, bit for bit, and no step
-    is missing.
+    """Compare every loss with that of the run that was not killed, bit for bit.
+
+    Ends the program for a difference, and for a missing step.
     """
     for number, life in enumerate(lives, start=1):
         for step, loss in life.losses.items():
@@ -234,11 +225,9 @@ def compare(whole: Life, lives: list[Life]) -> None:
 
 
 def compare_weights(*folders: Path) -> None:
-    """The final weights of the runs are equal byte for byte."""
-    digests = [
-        hashlib.sha256((folder / "final" / "model.safetensors").read_bytes()).hexdigest()
-        for folder in folders
-    ]
+    """Compare the final weights of the runs byte for byte. Ends the program for a difference."""
+    files = [folder / "final" / "model.safetensors" for folder in folders]
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     if len(set(digests)) > 1:
         sys.exit(f"the final weights differ: {digests}")
     print(f"final weights equal: SHA-256 {digests[0]}")
@@ -254,13 +243,12 @@ def write_pictures(folder: Path, whole: Life, lives: list[Life]) -> None:
 
 
 def picture(whole: Life, lives: list[Life], theme: str) -> str:
-    """Both curves below each other as SVG, with the moments of the kills."""
+    """Draw both curves below each other as SVG, with the moments of the kills."""
     text, muted, ours, _, outline = THEMES[theme]
     height = TOP + 2 * PANEL + GAP + FOOT
     size = {"width": str(WIDTH), "height": str(height), "viewBox": f"0 0 {WIDTH} {height}"}
-    svg = Xml.Element(
-        "svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "font-family": FONT, "role": "img"}
-    )
+    look = {"font-family": FONT, "role": "img"}
+    svg = Xml.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, **look})
     kills = [life.last_step for life in lives if life.killed]
     title = (
         f"The losses of two runs of {whole.last_step} steps: one was killed {len(kills)} "
@@ -305,17 +293,10 @@ class Axis:
 
 
 def draw_frame(svg: Xml.Element, axis: Axis, top: float, outline: str, muted: str) -> None:
-    """The line below a curve, the highest and the lowest loss, and the last step."""
+    """Draw the line below a curve, and write the highest and the lowest loss."""
     bottom = f"{top + PANEL + 4:g}"
-    line = {
-        "x1": str(LEFT),
-        "x2": str(RIGHT),
-        "y1": bottom,
-        "y2": bottom,
-        "stroke": outline,
-        "stroke-width": "1",
-    }
-    Xml.SubElement(svg, "line", line)
+    line = {"x1": str(LEFT), "x2": str(RIGHT), "y1": bottom, "y2": bottom}
+    Xml.SubElement(svg, "line", {**line, "stroke": outline, "stroke-width": "1"})
     write_text(svg, LEFT - 8, top + 8, f"{axis.highest:.1f}", muted, 13, anchor="end")
     write_text(svg, LEFT - 8, top + PANEL + 4, f"{axis.lowest:.1f}", muted, 13, anchor="end")
 
@@ -323,10 +304,9 @@ def draw_frame(svg: Xml.Element, axis: Axis, top: float, outline: str, muted: st
 def draw_curve(
     svg: Xml.Element, axis: Axis, top: float, losses: dict[int, str], color: str
 ) -> None:
-    points = [
-        f"{axis.x(step):.1f},{axis.y(float.fromhex(loss), top):.1f}"
-        for step, loss in losses.items()
-    ]
+    points = []
+    for step, loss in losses.items():
+        points.append(f"{axis.x(step):.1f},{axis.y(float.fromhex(loss), top):.1f}")
     look = {"fill": "none", "stroke": color, "stroke-width": "1.5", "stroke-linejoin": "round"}
     Xml.SubElement(svg, "polyline", {"points": " ".join(points), **look})
 
@@ -334,22 +314,17 @@ def draw_curve(
 def draw_kill(
     svg: Xml.Element, axis: Axis, top: float, step: int, restarted: int, color: str
 ) -> None:
-    """A dashed line through the curve and a cross above it; shaded are the steps that the next
-    process made again.
+    """Draw a dashed line through the curve, and a cross above it.
+
+    The steps that the next process repeats are shaded.
     """
     x = f"{axis.x(step):.1f}"
     place = {"x": f"{axis.x(restarted):.1f}", "y": f"{top:g}", "height": f"{PANEL + 4:g}"}
     width = f"{max(0.0, axis.x(step) - axis.x(restarted)):.1f}"
     Xml.SubElement(svg, "rect", {**place, "width": width, "fill": color, "fill-opacity": "0.15"})
-    line = {
-        "x1": x,
-        "x2": x,
-        "y1": f"{top:g}",
-        "y2": f"{top + PANEL + 4:g}",
-        "stroke": color,
-        "stroke-width": "1.5",
-    }
-    Xml.SubElement(svg, "line", {**line, "stroke-dasharray": "4 3"})
+    line = {"x1": x, "x2": x, "y1": f"{top:g}", "y2": f"{top + PANEL + 4:g}"}
+    look = {"stroke": color, "stroke-width": "1.5", "stroke-dasharray": "4 3"}
+    Xml.SubElement(svg, "line", {**line, **look})
     write_text(svg, axis.x(step), top + 2, "✕", color, 15, anchor="middle", weight="600")
 
 

@@ -1,4 +1,4 @@
-"""Tries checkpoints on a mounted file system: killed runs, a reader beside a writer, two ranks.
+"""Tries checkpoints on a mounted file system: killed runs, a reader and a writer, two ranks.
 
     scripts/network_disk FOLDER              # any mount
     scripts/network_disk FOLDER0 FOLDER1     # two mounts of one file system on this machine
@@ -41,7 +41,7 @@ BIND = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
 
 
 class CheckError(Exception):
-    """What a check has found."""
+    """A checkpoint, or a run, is not as it should be."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def main() -> None:
         chances = random.Random(arguments.seed)
         reading = last / folder.name
         trial = Trial(folder, reading, arguments.kills, arguments.loads, chances)
-        failed = [name for name in arguments.only if not holds(name, trial)]
+        failed = [name for name in arguments.only if not passes(name, trial)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(1 if failed else 0)
@@ -105,15 +105,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def holds(name: str, trial: Trial) -> bool:
-    """Run one check and print its line."""
-    begun = time.monotonic()
+def passes(name: str, trial: Trial) -> bool:
+    """Run one check and print its line; return whether it has passed."""
+    begun_at = time.monotonic()
     try:
         result = CHECKS[name](trial)
     except (CheckError, CheckpointError, SystemExit) as error:
         print(f"FAILED  {name}: {error}", flush=True)
         return False
-    print(f"ok      {name}: {result} ({time.monotonic() - begun:.0f} s)", flush=True)
+    print(f"ok      {name}: {result} ({time.monotonic() - begun_at:.0f} s)", flush=True)
     return True
 
 
@@ -121,7 +121,7 @@ def holds(name: str, trial: Trial) -> bool:
 
 
 def check_killed(when: str, trial: Trial) -> str:
-    """A run that saves `when` a step ends, or "later" in the background."""
+    """Kill a run that saves "now", when a step ends, or "later", in the background."""
     folder = trial.writing / f"killed-{when}"
     script = ("-m", "scripts.network_disk", "--train", when)
     with tempfile.TemporaryDirectory(prefix="network-disk-") as name:
@@ -136,7 +136,7 @@ def check_killed(when: str, trial: Trial) -> str:
 
 
 def check_reader(trial: Trial) -> str:
-    """A reader finds and loads checkpoints while a writer saves one after the other and prunes."""
+    """Load checkpoints in a reader while a writer saves one after the other and prunes."""
     import torch
 
     from ft_ckpt import CheckpointSaver
@@ -153,22 +153,19 @@ def check_reader(trial: Trial) -> str:
             saves += 1
             fill(model, saves)
             saver.step()
-    output = output_of(reader)
-    report = json.loads(output)
+    report = json.loads(output_of(reader))
     if report["problems"]:
         raise CheckError("; ".join(report["problems"][:3]))
     names = [path.name for path in folder.glob("checkpoint-*")]
     if len(names) != KEPT:
         raise CheckError(f"keep={KEPT} has left {sorted(names)}")
     verify_all(seen)
-    return (
-        f"{report['loads']} loads of {report['checkpoints']} checkpoints while {saves} were saved, "
-        "none wrong"
-    )
+    loads = f"{report['loads']} loads of {report['checkpoints']} checkpoints"
+    return f"{loads} while {saves} were saved, none wrong"
 
 
 def check_overwrites(trial: Trial) -> str:
-    """The reader sees the old checkpoint or the new one, and after a while the new one."""
+    """Load a checkpoint that is overwritten: the old one or the new one, later the new one."""
     from ft_ckpt import CheckpointSaver
 
     model = new_model()
@@ -189,14 +186,12 @@ def check_overwrites(trial: Trial) -> str:
         time.sleep(0.1)
         value, _ = load_patiently(seen)
     verify_all(seen)
-    return (
-        f"{OVERWRITES} times, the old one or the new one was read; {refused} loads had to be tried "
-        "again"
-    )
+    result = f"{OVERWRITES} times, the old one or the new one was read"
+    return f"{result}; {refused} loads had to be tried again"
 
 
 def check_ranks(trial: Trial) -> str:
-    """Two ranks under FSDP2 save together, now and in the background, and resume."""
+    """Save under FSDP2 on two ranks, now and in the background, and resume."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
     processes = []
     with tempfile.TemporaryDirectory(prefix="network-disk-") as point:
@@ -230,7 +225,7 @@ CHECK_HELP = f"of {', '.join(CHECKS)} (default: all; ranks on two mounts needs r
 def start(
     *words: object, prefix: list[str | Path] | None = None, **variables: str
 ) -> "subprocess.Popen[str]":
-    """Start this script with other words."""
+    """Start this script with other arguments, after the command `prefix`."""
     command = [*(prefix or []), sys.executable, "-m", "scripts.network_disk", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(
@@ -244,7 +239,7 @@ def start(
 
 
 def output_of(process: "subprocess.Popen[str]") -> str:
-    """What the process prints. Raises CheckError with its last line if it fails."""
+    """Return the output of a process. Raises CheckError with its last line if it fails."""
     output, errors = process.communicate()
     if process.returncode:
         lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
@@ -253,11 +248,11 @@ def output_of(process: "subprocess.Popen[str]") -> str:
 
 
 def verify_all(path: Path) -> None:
-    """Compare the digests of a checkpoint, or of all checkpoints of a run."""
+    """Compare the digests of a checkpoint, or of all checkpoints of a run. Raises CheckError."""
     command = [sys.executable, "-m", "ft_ckpt", "verify", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CheckError(f"ft-ckpt verify: {(done.stdout + done.stderr).strip()}")
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise CheckError(f"ft-ckpt verify: {(ended.stdout + ended.stderr).strip()}")
 
 
 def free_port() -> int:

@@ -1,6 +1,6 @@
-"""The reader of `scripts/network_disk`: it polls a run, and loads each checkpoint that it finds.
+"""The reader of `scripts/network_disk`: it polls a run, and loads each checkpoint that is listed.
 
-The weights of a checkpoint are all equal to the number of its step, so that a mixture is seen.
+The weights of a checkpoint are all equal to the number of its step, so that a mixture is noticed.
 """
 
 import time
@@ -33,7 +33,7 @@ def fill(model: nn.Module, number: int) -> None:
 
 
 def constant_of(model: nn.Module) -> int | None:
-    """The number that all weights are equal to; None if they differ."""
+    """Return the number that all weights are equal to; None if they differ."""
     values: set[float] = set()
     for parameter in model.parameters():
         values.update(parameter.detach().unique().tolist())
@@ -41,7 +41,7 @@ def constant_of(model: nn.Module) -> int | None:
 
 
 def load_patiently(checkpoint: Path) -> tuple[int | None, int]:
-    """The number that all weights of a checkpoint are equal to, and how many loads failed before.
+    """Load a checkpoint; return the number of all its weights, and how many loads failed before.
 
     A client whose cache leads to a file that was replaced gets UnreadableError, which is raised
     only after MAX_STALE_SECONDS.
@@ -60,8 +60,10 @@ def load_patiently(checkpoint: Path) -> tuple[int | None, int]:
 
 
 def read_while_written(run: Path, written: Path, loads: int) -> dict[str, Any]:
-    """Load the newest checkpoint of `run` again and again; `written` is the run as its writer sees
-    it. An error counts if the writer still keeps that checkpoint.
+    """Load the newest checkpoint of `run` again and again, and report on the loads.
+
+    `written` is the run as its writer sees it. An error counts if the writer still keeps that
+    checkpoint.
     """
     model = new_model()
     problems: list[str] = []
@@ -74,8 +76,8 @@ def read_while_written(run: Path, written: Path, loads: int) -> dict[str, Any]:
         try:
             load_model(checkpoint, into=model)
         except CheckpointError as error:
-            steps_there = [step_of(path) for path in written.glob("checkpoint-*")]
-            if step_of(checkpoint) in sorted(steps_there)[-KEPT:]:
+            present_steps = sorted(step_of(path) for path in written.glob("checkpoint-*"))
+            if step_of(checkpoint) in present_steps[-KEPT:]:
                 problems.append(str(error))
             continue
         step = step_of(checkpoint)

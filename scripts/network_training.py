@@ -21,7 +21,7 @@ SIZE = 509  # of a layer of two ranks, no multiple of a page: ranks write into t
 
 
 def train_until_killed(folder: Path, epochs: int, *, background: bool) -> None:
-    """The training script of the killed run: it is started in the same way after each kill."""
+    """Train the killed run; the script is started in the same way after each kill."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     logging.getLogger("ft_ckpt").setLevel(logging.WARNING)
@@ -57,7 +57,10 @@ def train_on_rank(folder: Path) -> None:
 
 
 def save_and_resume(run: Path, background: bool) -> None:
-    """Raises AssertionError if the resumed run differs from the one that was not stopped."""
+    """Train a run, resume it from its last save, and compare both.
+
+    Raises AssertionError if they differ.
+    """
     settings: dict[str, Any] = {"each_rank_writes": "on", "max_shard_size": "1MB", "keep": 2}
     model, optimizer = make_model(seed=0)
     losses: list[float] = []
@@ -104,7 +107,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of this rank's shards."""
+    """Copy this rank's shards."""
     weights = {}
     for name, parameter in model.named_parameters():
         weights[name] = parameter.to_local().detach().clone()

@@ -1,5 +1,6 @@
-"""Runs the notebooks of `notebooks/` and stores their outputs in them: `python scripts/notebooks.py
-[NAME ...]`.
+"""Runs the notebooks of `notebooks/` and stores their outputs in them.
+
+python scripts/notebooks.py [NAME ...]
 """
 
 import os
@@ -21,26 +22,20 @@ _QUIET = {
 
 
 def run_notebook(path: Path, temporary: Path) -> nbformat.NotebookNode:
-    """The notebook with new outputs, without warnings and progress bars; its files are made below
-    `temporary`.
+    """Return the notebook with new outputs, without warnings and progress bars.
 
-    Raises nbclient's CellExecutionError for the first cell that fails.
+    Its files are made below `temporary`. Raises nbclient's CellExecutionError for the first cell
+    that fails.
     """
     notebook = nbformat.read(path, as_version=4)
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     modules = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {
-        **os.environ,
-        **_QUIET,
-        "PATH": programs,
-        "PYTHONPATH": modules,
-        "TMPDIR": str(temporary),
-    }
-    where = {"metadata": {"path": str(FOLDER)}}
+    paths = {"PATH": programs, "PYTHONPATH": modules, "TMPDIR": str(temporary)}
+    folder = {"metadata": {"path": str(FOLDER)}}
     client = NotebookClient(
-        notebook, timeout=300, resources=where, record_timing=False, coalesce_streams=True
+        notebook, timeout=300, resources=folder, record_timing=False, coalesce_streams=True
     )
-    client.execute(env=environment)
+    client.execute(env={**os.environ, **_QUIET, **paths})
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]

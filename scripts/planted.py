@@ -1,7 +1,7 @@
 """Plants faults in copies of the project, one at a time, and tells which test catches each.
 
     scripts/planted                  all faults of tests/planted
-    scripts/planted commit ID ...    those of some rooms (files of tests/planted), or with some ids
+    scripts/planted commit ID ...    those of some groups (files of tests/planted), or with some ids
     scripts/planted --list           prints the faults, and runs nothing
     scripts/planted --quick          the tests that a fault names, never the whole default run
     scripts/planted --jobs 2         so many copies at the same time
@@ -38,7 +38,7 @@ import pytest
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ROOT / "tests" / "planted"
+FOLDER = ROOT / "tests" / "planted"
 NAMED_SECONDS = 600  # for the tests that a fault names
 DEFAULT_SECONDS = 1800  # for the whole default run
 PYTEST = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
@@ -75,7 +75,7 @@ class Fault:
     tests: tuple[str, ...]  # arguments of pytest: files, or files and -k
 
     def changed_text(self, root: Path) -> str:
-        """The text of the file with the fault. Raises StaleFaultError."""
+        """Return the text of the file with the fault. Raises StaleFaultError."""
         text = (root / self.file).read_text(encoding="utf-8")
         count = text.count(self.old)
         if count != 1:
@@ -86,7 +86,7 @@ class Fault:
 
     @contextmanager
     def planted(self, root: Path) -> Iterator[None]:
-        """Have the fault in the project at `root` during the block. Raises StaleFaultError."""
+        """Put the fault into the project at `root` during the block. Raises StaleFaultError."""
         path = root / self.file
         whole_text, changed_text = path.read_text(encoding="utf-8"), self.changed_text(root)
         path.write_text(changed_text, encoding="utf-8")
@@ -112,7 +112,7 @@ class TestRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened to one fault."""
+    """The outcome of one fault."""
 
     id: str
     group: str
@@ -128,8 +128,8 @@ class Outcome:
         return f"{self.id:<34} {self.verdict:<7} {self.seconds:6.0f} s  {shown}"
 
 
-def read_faults(folder: Path = ROOMS) -> list[Fault]:
-    """The faults of all rooms, in the order of their files."""
+def read_faults(folder: Path = FOLDER) -> list[Fault]:
+    """Read the faults of all groups, in the order of their files."""
     faults = []
     for path in sorted(folder.glob("*.toml")):
         for record in tomllib.loads(path.read_text(encoding="utf-8"))["fault"]:
@@ -139,7 +139,7 @@ def read_faults(folder: Path = ROOMS) -> list[Fault]:
 
 
 def choose_faults(faults: Sequence[Fault], names: Sequence[str]) -> list[Fault]:
-    """The faults with one of the names as id or group; all without names.
+    """Return the faults with one of the names as id or group; all without names.
 
     Ends the program for an unknown name.
     """
@@ -169,7 +169,7 @@ def copy_project(goal: Path) -> None:
 
 
 def run_tests(root: Path, arguments: Sequence[str], limit_seconds: float) -> TestRun:
-    """Run tests in the project at `root`; whatever they started has ended afterwards.
+    """Run tests in the project at `root`; the processes that they started have ended then.
 
     The process is forked from one that has loaded the libraries, which takes longer than most of
     the tests.
@@ -200,10 +200,8 @@ def be_pytest(root: Path, arguments: Sequence[str], log: Path) -> None:
         if name.startswith(("FT_CKPT_", "PYTEST_")):
             del os.environ[name]
     os.environ["PYTHONPATH"] = str(root)
-    sys.path[:] = [
-        str(root),
-        *(path for path in sys.path if Path(path).resolve() not in (ROOT, root)),
-    ]
+    others = [path for path in sys.path if Path(path).resolve() not in (ROOT, root)]
+    sys.path[:] = [str(root), *others]
     for name in list(sys.modules):
         if name.partition(".")[0] == "scripts":  # of the working tree
             del sys.modules[name]
@@ -212,15 +210,16 @@ def be_pytest(root: Path, arguments: Sequence[str], log: Path) -> None:
 
 
 def load_libraries_once() -> None:
-    """Have the processes of `run_tests` forked from one that has the libraries, offline and with
-    one thread each.
+    """Fork the processes of `run_tests` from one that has the libraries.
+
+    They are offline, with one thread each.
     """
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     multiprocessing.get_context("forkserver").set_forkserver_preload(LIBRARIES)
 
 
 def end_process(pid: int) -> None:
-    """Kill a process and everything below it."""
+    """Kill a process and its descendants."""
     process = psutil.Process(pid)
     for child in process.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -229,7 +228,7 @@ def end_process(pid: int) -> None:
 
 
 def failed_tests(output: str) -> tuple[str, ...]:
-    """The tests that pytest's summary lists as failed, or as failed while they were prepared."""
+    """Return the tests that pytest's summary lists as failed, also while they were prepared."""
     names = []
     for line in output.splitlines():
         kind, _, rest = line.partition(" ")
@@ -240,12 +239,11 @@ def failed_tests(output: str) -> tuple[str, ...]:
 
 def try_fault(fault: Fault, root: Path, *, is_quick: bool) -> Outcome:
     """Run the tests with the fault, in a copy of the project."""
-    begin = time.monotonic()
+    begun_at = time.monotonic()
 
     def outcome(verdict: str, **facts: str) -> Outcome:
-        return Outcome(
-            fault.id, fault.group, verdict, seconds=round(time.monotonic() - begin, 1), **facts
-        )
+        duration = round(time.monotonic() - begun_at, 1)
+        return Outcome(fault.id, fault.group, verdict, seconds=duration, **facts)
 
     runs = [("named tests", ("-x", *fault.tests), NAMED_SECONDS)]
     if not is_quick:
@@ -255,10 +253,8 @@ def try_fault(fault: Fault, root: Path, *, is_quick: bool) -> Outcome:
             for by, arguments, limit_seconds in runs:
                 run = run_tests(root, arguments, limit_seconds)
                 if run.status is None:
-                    return outcome(
-                        "hung",
-                        detail=f"the {by} did not end in {limit_seconds} s, nor did a test fail",
-                    )
+                    detail = f"the {by} did not end in {limit_seconds} s, nor did a test fail"
+                    return outcome("hung", detail=detail)
                 if run.status == 1 and run.failed:
                     how = f"{by}, its time limit" if run.met_time_limit else by
                     return outcome("caught", test=run.failed[0], by=how)
@@ -273,7 +269,7 @@ def try_fault(fault: Fault, root: Path, *, is_quick: bool) -> Outcome:
 def try_faults(
     faults: Sequence[Fault], jobs: int, *, is_quick: bool, shows: bool
 ) -> tuple[list[Outcome], list[str]]:
-    """The outcome of each fault, and the tests that caught one but fail without it, too."""
+    """Try each fault; return the outcomes, and the tests that fail without a fault, too."""
     copies: SimpleQueue[Path] = SimpleQueue()
 
     def in_a_copy(fault: Fault) -> Outcome:
@@ -311,7 +307,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="ID", help="ids of faults, or rooms")
+    parser.add_argument("names", nargs="*", metavar="ID", help="ids of faults, or groups")
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="copies that are tested at the same time"

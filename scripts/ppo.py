@@ -1,13 +1,11 @@
-"""Proximal policy optimisation of a language model, saved with ft_ckpt: policy and value head in
-one module.
+"""Train with PPO and save with ft_ckpt: policy and value head are in one module.
 
     accelerate launch --config_file configs/ddp_cpu.yaml scripts/ppo.py --output-dir runs/ppo
     python scripts/extract_policy.py runs/ppo/both runs/ppo/extracted
 
-The reward can be checked by anyone: the share of generated tokens that match --target, by default a
-space and a lower-case word. Without --model the policy is a tiny OLMo-2 with random weights. Runs
-under DDP, FSDP2 and ZeRO-2; not under ZeRO-3, where the reference model would need an engine of its
-own.
+The reward is the share of generated tokens that match --target, by default a space and a lower-case
+word. Without --model the policy is a tiny OLMo-2 with random weights. The script runs under DDP,
+FSDP2 and ZeRO-2; not under ZeRO-3, where the reference model would need an engine, too.
 """
 
 import argparse
@@ -48,8 +46,9 @@ class ActorCritic(nn.Module):
         self._no_split_modules = policy._no_split_modules  # where FSDP may cut
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[batch, length] tokens to [batch, length, vocabulary] logits and [batch, length, 1]
-        values.
+        """Compute logits [batch, length, vocabulary] and values [batch, length, 1] of tokens.
+
+        The tokens are [batch, length].
         """
         output = self.policy(input_ids=tokens, output_hidden_states=True, use_cache=False)
         return output.logits, self.value_head(output.hidden_states[-1])
@@ -57,8 +56,9 @@ class ActorCritic(nn.Module):
 
 @dataclass(frozen=True)
 class Rollout:
-    """A batch of prompts with the tokens drawn for them; all fields but `tokens` are [batch, new
-    tokens].
+    """A batch of prompts with the tokens drawn for them.
+
+    All fields but `tokens` are [batch, new tokens].
     """
 
     tokens: Tensor  # [batch, prompt + new tokens]
@@ -68,7 +68,7 @@ class Rollout:
     scores: Tensor  # share of new tokens that match the target, in every column
 
     def rows(self, index: Tensor) -> "Rollout":
-        """The given rows of every tensor."""
+        """Select rows of every tensor."""
         return Rollout(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
@@ -80,9 +80,9 @@ def main() -> None:
     documents = read_documents(args.dataset)
     tokenizer = get_tokenizer(accelerator, args.model, documents)
     target = matching_tokens(tokenizer, args.target).to(accelerator.device)
-    beginnings = pack(tokenizer, documents, args.prompt_length)
-    check_enough(beginnings, args.batch_size * accelerator.num_processes)
-    prompts: Any = DataLoader(beginnings, args.batch_size, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+    rows = pack(tokenizer, documents, args.prompt_length)
+    check_enough(rows, args.batch_size * accelerator.num_processes)
+    prompts: Any = DataLoader(rows, args.batch_size, shuffle=True, drop_last=True)  # type: ignore[arg-type]
     policy = make_policy(tokenizer, args)
     reference = copy.deepcopy(policy).eval().requires_grad_(False).to(accelerator.device)
     model: Any = ActorCritic(policy)
@@ -98,11 +98,8 @@ def main() -> None:
                 rollout = sample(model, reference, batch, target, args)
                 score = accelerator.reduce(rollout.scores.mean(), "mean").item()
                 if accelerator.is_main_process:
-                    iteration = saver.progress.step + 1
-                    print(
-                        f"iteration {iteration}/{args.iterations} mean reward {score:.3f}",
-                        flush=True,
-                    )
+                    iteration = f"iteration {saver.progress.step + 1}/{args.iterations}"
+                    print(f"{iteration} mean reward {score:.3f}", flush=True)
                 for loss in losses(model, rollout, args):
                     accelerator.backward(loss)
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -111,17 +108,12 @@ def main() -> None:
                 saver.step({"reward": score})
                 if saver.progress.step == args.iterations:
                     break
-        policy_and_head = saver.save(
-            model,
-            args.output_dir / "both",
-            attribute=["policy", "value_head"],
-            step=args.iterations,
-        )
-        policy = saver.save(
-            model, args.output_dir / "policy", attribute="policy", step=args.iterations
-        )
+        reports = []
+        for name, attribute in (("both", ["policy", "value_head"]), ("policy", "policy")):
+            path = args.output_dir / name
+            reports.append(saver.save(model, path, attribute=attribute, step=args.iterations))
     if accelerator.is_main_process:
-        print_saves([policy_and_head, policy])
+        print_saves(reports)
     # the ranks leave together: one that ends alone may take the others down
     accelerator.end_training()
 
@@ -133,12 +125,9 @@ def make_policy(tokenizer: Any, args: argparse.Namespace) -> Any:
 
 
 def matching_tokens(tokenizer: Any, target: str) -> Tensor:
-    """For each token of the vocabulary, whether its text matches the pattern in full: a
-    [vocabulary] mask.
-    """
-    texts = tokenizer.batch_decode(
-        [[token] for token in range(len(tokenizer))], clean_up_tokenization_spaces=False
-    )
+    """Return the mask of tokens whose text matches the pattern in full: bool [vocabulary]."""
+    tokens = [[token] for token in range(len(tokenizer))]
+    texts = tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False)
     return torch.tensor([re.fullmatch(target, text) is not None for text in texts])
 
 
@@ -146,7 +135,7 @@ def matching_tokens(tokenizer: Any, target: str) -> Tensor:
 def sample(
     model: Any, reference: Any, prompts: Tensor, target: Tensor, args: argparse.Namespace
 ) -> Rollout:
-    """Continues each prompt by --new-tokens tokens drawn from the policy, and scores them.
+    """Continue each prompt by --new-tokens tokens drawn from the policy, and score them.
 
     Every step goes through the wrapped model's own forward, the only way that works under every
     kind of sharding.
@@ -170,8 +159,9 @@ def sample(
 
 
 def judge(logits: Tensor, tokens: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Log-probability of each of the last `new_tokens` tokens, and the entropy there; [batch,
-    new_tokens] each.
+    """Return the log probabilities of the last `new_tokens` tokens, and the entropies there.
+
+    Both are [batch, new_tokens].
     """
     distribution = before_new(logits, new_tokens).log_softmax(-1)
     log_probs = distribution.gather(-1, tokens[:, -new_tokens:, None]).squeeze(-1)
@@ -179,13 +169,14 @@ def judge(logits: Tensor, tokens: Tensor, new_tokens: int) -> tuple[Tensor, Tens
 
 
 def before_new(output: Tensor, new_tokens: int) -> Tensor:
-    """The outputs, in float32, at the positions that predict the last `new_tokens` tokens."""
+    """Return the outputs, in float32, where the last `new_tokens` tokens are predicted."""
     return output[:, -new_tokens - 1 : -1].float()
 
 
 def losses(model: Any, rollout: Rollout, args: argparse.Namespace) -> Iterator[Tensor]:
-    """One loss for each minibatch, --epochs times over the rollout: clipped policy ratio, value,
-    entropy.
+    """Yield a loss for each minibatch, --epochs times over the rollout.
+
+    It is the sum of the clipped policy ratio, the error of the values, and minus the entropy.
     """
     model.train()
     advantages = generalized_advantages(rollout, args)
@@ -202,22 +193,19 @@ def losses(model: Any, rollout: Rollout, args: argparse.Namespace) -> Iterator[T
             ratio = (log_probs - part.log_probs).exp()
             clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
             policy_loss = -torch.min(ratio * advantage, clipped * advantage).mean()
-            yield (
-                policy_loss
-                + 0.5 * F.mse_loss(values, returns[index])
-                - args.entropy * entropy.mean()
-            )
+            value_loss = F.mse_loss(values, returns[index])
+            yield policy_loss + 0.5 * value_loss - args.entropy * entropy.mean()
 
 
 def generalized_advantages(rollout: Rollout, args: argparse.Namespace) -> Tensor:
-    """How much better each token was than expected (GAE): [batch, new tokens]."""
+    """Return the advantage of each token over its expected return (GAE): [batch, new tokens]."""
     after = torch.cat([rollout.values[:, 1:], torch.zeros_like(rollout.values[:, :1])], dim=1)
-    surprises = rollout.rewards + args.gamma * after - rollout.values
-    advantages = torch.zeros_like(surprises)
-    running = torch.zeros_like(surprises[:, 0])
-    for column in reversed(range(surprises.shape[1])):
-        running = surprises[:, column] + args.gamma * args.lam * running
-        advantages[:, column] = running
+    errors = rollout.rewards + args.gamma * after - rollout.values
+    advantages = torch.zeros_like(errors)
+    advantage = torch.zeros_like(errors[:, 0])
+    for column in reversed(range(errors.shape[1])):
+        advantage = errors[:, column] + args.gamma * args.lam * advantage
+        advantages[:, column] = advantage
     return advantages
 
 

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SUMS = "SHA256SUMS"
 # the address of the repository, for the links of the description: see setup.py
 URL = "FT_CKPT_PROJECT_URL"
+FIELDS = ("summary", "description", "author", "keywords", "classifiers", "license_expression")
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
 
 
@@ -48,16 +49,13 @@ def main() -> None:
         second = build_both(checkout(folder / "two"), folder / "two built")
         step("two builds are equal", *map(compare, first, second))
         wheel, sdist = first
-        again = build("wheel", unpack(sdist, folder / "from sdist"), folder / "again")
-        step("the wheel from the source distribution is equal", compare(wheel, again))
+        source = unpack(sdist, folder / "from sdist")
+        wheel_of_sdist = build("wheel", source, folder / "from sdist built")
+        step("the wheel from the source distribution is equal", compare(wheel, wheel_of_sdist))
         version = check_metadata(wheel, sdist)
         check_content(wheel, folder / "one")
-        try_wheel(
-            wheel,
-            version,
-            (folder / "one" / "README.md").read_text(encoding="utf-8"),
-            folder / "trial",
-        )
+        readme = (folder / "one" / "README.md").read_text(encoding="utf-8")
+        try_wheel(wheel, version, readme, folder / "trial")
         out.mkdir(parents=True, exist_ok=True)
         files = [Path(shutil.copy(path, out)) for path in (wheel, sdist)]
     sums = "".join(f"{sha256(path)}  {path.name}\n" for path in files)
@@ -77,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def checkout(folder: Path) -> Path:
-    """The files of the commit."""
+    """Write the files of the commit into a new folder; return it."""
     folder.mkdir()
     archive = subprocess.run(
         ["git", "-c", "safe.directory=*", "-c", "tar.umask=0022", "archive", "HEAD"],
@@ -91,8 +89,9 @@ def checkout(folder: Path) -> Path:
 
 
 def build_both(source: Path, out: Path) -> tuple[Path, Path]:
-    """Wheel and source distribution; the latter first, before the wheel's build leaves files in the
-    source.
+    """Build the wheel and the source distribution.
+
+    The latter comes first, before the wheel's build leaves files in the source.
     """
     sdist = build("sdist", source, out)
     make_equal(sdist)
@@ -101,47 +100,45 @@ def build_both(source: Path, out: Path) -> tuple[Path, Path]:
 
 def build(kind: str, source: Path, out: Path) -> Path:
     out.mkdir(exist_ok=True)
-    done = subprocess.run(
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(
         [sys.executable, "-c", BUILD.format(kind), out],
         cwd=source,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise SystemExit(f"{kind}: the build failed\n{done.stderr}")
-    return out / done.stdout.splitlines()[-1]
+    if ended.returncode:
+        raise SystemExit(f"{kind}: the build failed\n{ended.stderr}")
+    return out / ended.stdout.splitlines()[-1]
 
 
 def make_equal(sdist: Path) -> None:
-    """Write the archive again in one order, with the commit's time and no owner, where setuptools
-    has the build's.
+    """Write the archive again in the order of names, with the commit's time and no owner.
+
+    setuptools writes the time and the owner of the build.
     """
     time = int(os.environ["SOURCE_DATE_EPOCH"])
     with tarfile.open(sdist) as archive:
         members = [(member, archive.extractfile(member)) for member in archive.getmembers()]
-        written = io.BytesIO()
+        data = io.BytesIO()
         with (
-            gzip.GzipFile(filename="", mode="wb", fileobj=written, mtime=time) as packed,
+            gzip.GzipFile(filename="", mode="wb", fileobj=data, mtime=time) as packed,
             tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as equal,
         ):
             for member, content in sorted(members, key=lambda pair: pair[0].name):
-                member.mtime, member.uid, member.gid, member.uname, member.gname = (
-                    time,
-                    0,
-                    0,
-                    "",
-                    "",
-                )
+                member.mtime = time
+                member.uid = member.gid = 0
+                member.uname = member.gname = ""
                 member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
                 member.pax_headers = {}
                 equal.addfile(member, content)
-    sdist.write_bytes(written.getvalue())
+    sdist.write_bytes(data.getvalue())
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    """The one folder in the archive."""
+    """Unpack the archive; return the one folder in it."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     (source,) = folder.iterdir()
@@ -160,27 +157,21 @@ def compare(first: Path, second: Path) -> str:
 
 
 def check_metadata(wheel: Path, sdist: Path) -> str:
-    """The version, which both state with the same valid fields; by twine too, if it is
-    installed.
+    """Check that the metadata of both are equal and valid; return the version.
+
+    twine checks them, too, if it is installed.
     """
     with zipfile.ZipFile(wheel) as files:
         (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
-        stated = files.read(name)
+        text = files.read(name)
     with tarfile.open(sdist) as archive:
         content = archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/PKG-INFO")
         assert content is not None
-        if content.read() != stated:
+        if content.read() != text:
             raise SystemExit(f"{sdist.name}: its PKG-INFO differs from the wheel's METADATA")
     # raises an error for each field that no index accepts
-    metadata = Metadata.from_email(stated, validate=True)
-    for field in (
-        "summary",
-        "description",
-        "author",
-        "keywords",
-        "classifiers",
-        "license_expression",
-    ):
+    metadata = Metadata.from_email(text, validate=True)
+    for field in FIELDS:
         if not getattr(metadata, field):
             raise SystemExit(f"{wheel.name}: no {field} in its metadata")
     relative = re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", metadata.description or "")
@@ -200,7 +191,7 @@ def check_metadata(wheel: Path, sdist: Path) -> str:
 
 
 def check_content(wheel: Path, source: Path) -> None:
-    """The wheel has all modules, the stubs of their packages, py.typed, and nothing else."""
+    """Check that the wheel has all modules, their stubs, py.typed, and nothing else."""
     with zipfile.ZipFile(wheel) as files:
         names = {name for name in files.namelist() if ".dist-info/" not in name}
     package = source / "ft_ckpt"
@@ -215,8 +206,9 @@ def check_content(wheel: Path, source: Path) -> None:
 
 
 def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
-    """Install it beside the libraries that are here, and run its commands and the script of
-    README.md.
+    """Install the wheel with the libraries of this environment, and run its commands.
+
+    The script of README.md is run, too.
     """
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -238,22 +230,21 @@ def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
     def answer(*command: str | Path) -> str:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
         environment.pop("PYTHONPATH", None)
-        done = subprocess.run(
+        ended = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
-        if done.returncode:
-            raise SystemExit(
-                f"{' '.join(map(str, command))}: exit status "
-                f"{done.returncode}\n{done.stdout}{done.stderr}"
-            )
-        return done.stdout
+        if ended.returncode:
+            line = " ".join(map(str, command))
+            output = f"{ended.stdout}{ended.stderr}"
+            raise SystemExit(f"{line}: exit status {ended.returncode}\n{output}")
+        return ended.stdout
 
     place = Path(answer(python, "-c", "import ft_ckpt; print(ft_ckpt.__file__)").strip())
     if not place.is_relative_to(site):
         raise SystemExit(f"ft_ckpt was imported from {place}, not from the installed wheel")
-    if version not in answer(*run, "--version") or "usage: ft-ckpt" not in answer(
-        python, "-m", "ft_ckpt", "--help"
-    ):
+    version_text = answer(*run, "--version")
+    help_text = answer(python, "-m", "ft_ckpt", "--help")
+    if version not in version_text or "usage: ft-ckpt" not in help_text:
         raise SystemExit(
             f"{wheel.name}: ft-ckpt --version does not answer {version}, or "
             "python -m ft_ckpt has no help"

@@ -32,26 +32,26 @@ _WEB_FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # which a browser woul
 
 
 def train() -> None:
-    """A run of 240 steps on rows that count in steps of 1, 2 or 3, which overfits at its end."""
+    """Train 240 steps on rows that count in steps of 1, 2 or 3; the run overfits at its end."""
     set_seed(0)
     rows = (torch.randint(32, (96, 1)) + torch.randint(1, 4, (96, 1)) * torch.arange(12)) % 32
-    rows[:64, 8:] = torch.randint(32, (64, 4))  # noise, to be learnt by heart
+    rows[:64, 8:] = torch.randint(32, (64, 4))  # noise, which the model memorises
     samples = [{"input_ids": row, "labels": row} for row in rows[:64]]
     held_out = rows[64:, :8]
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=32, **sizes, bos_token_id=None, eos_token_id=None)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     accelerator = Accelerator(cpu=True)
+    model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(samples, batch_size=8, shuffle=True)
-    )
+    loader = DataLoader(samples, batch_size=8, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     keep = Keep(last=3, every_steps=80, best=("eval_loss", "min"))
     with CheckpointSaver(accelerator, RUN, every=20, keep=keep, background=True) as saver:
         saver.resume()
@@ -69,21 +69,15 @@ def train() -> None:
 
 
 def run_command(*words: str) -> str:
-    """The output of `ft-ckpt` with these arguments, as on a terminal with colours."""
-    environment = {
-        **os.environ,
-        "FORCE_COLOR": "1",
-        "TERM": "xterm-256color",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    """Run `ft-ckpt` with these arguments; return its output as on a terminal with colours."""
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    environment = {**os.environ, **terminal, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "ft_ckpt", *words]
-    return subprocess.run(
-        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+    return subprocess.check_output(command, env=environment, text=True)
 
 
 def draw_terminal(command: str, output: str) -> str:
-    """A terminal that shows a command and its output, as SVG: dark, on light and on dark pages."""
+    """Draw a terminal with a command and its output as SVG: dark, on light and on dark pages."""
     lines = [
         Text.assemble(("$ ", "bold green"), command),
         *Text.from_ansi(output.rstrip()).split("\n"),
@@ -99,7 +93,7 @@ def draw_terminal(command: str, output: str) -> str:
 
 
 def photograph(page: Path, picture: Path, scheme: str) -> None:
-    """The top of a page in Chromium, in a colour scheme."""
+    """Photograph the top of a page in Chromium, in a colour scheme."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
     flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     flags.append(f"--blink-settings=preferredColorScheme={COLOUR_SCHEMES[scheme]}")
@@ -109,9 +103,7 @@ def photograph(page: Path, picture: Path, scheme: str) -> None:
 
 
 def draw_all(folder: Path) -> None:
-    """Train in the working folder, and draw ls.svg, show.svg and the report's page into
-    `folder`.
-    """
+    """Train in the working folder, and draw all pictures into `folder`."""
     train()
     for name, words in {"ls": ["ls", RUN], "show": ["show", f"{RUN}/final"]}.items():
         picture = draw_terminal(f"ft-ckpt {' '.join(words)}", run_command(*words))

@@ -49,9 +49,7 @@ def write_base(accelerator: Accelerator, base: Path) -> None:
 
 
 def train(accelerator: Accelerator, base: Path, args: argparse.Namespace) -> None:
-    """Train, save every --save-every steps, and print the version that the servers hold after each
-    save.
-    """
+    """Train, save every --save-every steps, and print the servers' version after each save."""
     tokenizer = get_tokenizer(accelerator, str(base), [])
     rows = pack(tokenizer, read_documents(args.dataset), 64)
     check_enough(rows, 16 * accelerator.num_processes)
@@ -62,11 +60,9 @@ def train(accelerator: Accelerator, base: Path, args: argparse.Namespace) -> Non
     loader = DataLoader(rows, 16, shuffle=True, drop_last=True)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    goal = {"url": args.url, "name": args.name}
-    schedule = {"every": Every(steps=args.save_every), "keep": Keep(last=4)}
-    with CheckpointSaver(
-        accelerator, args.output_dir / "run", tokenizer=tokenizer, publish=goal, **schedule
-    ) as saver:
+    settings: dict[str, Any] = {"every": Every(steps=args.save_every), "keep": Keep(last=4)}
+    settings |= {"tokenizer": tokenizer, "publish": {"url": args.url, "name": args.name}}
+    with CheckpointSaver(accelerator, args.output_dir / "run", **settings) as saver:
         saver.resume()
         for batch in saver.remaining(loader):
             if saver.progress.step >= args.steps:
@@ -82,10 +78,13 @@ def train(accelerator: Accelerator, base: Path, args: argparse.Namespace) -> Non
 
 
 def show(publish: Any) -> None:
-    """Print what the servers hold; an error was a warning already."""
-    if publish.future.exception() is None and (done := publish.result()) is not None:
-        for server in done.servers:
-            print(f"{server.url} ({server.engine}) serves {done.name}: {server.checked}")
+    """Print the version of each server; an error was a warning already."""
+    if publish.future.exception() is not None:
+        return
+    report = publish.result()
+    if report is not None:
+        for server in report.servers:
+            print(f"{server.url} ({server.engine}) serves {report.name}: {server.checked}")
 
 
 def parse_arguments() -> argparse.Namespace:

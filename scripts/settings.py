@@ -31,35 +31,33 @@ The checkpoints of a run that stay: see [What to keep](schedule.md#what-to-keep)
 
 
 def page() -> str:
-    """The whole page as Markdown."""
-    return (
-        f"{_HEAD}\n{table(SaverConfig)}\n## `Every`\n\nWhen `saver.step()` "
-        f"saves.\n\n{table(Every)}{_TAIL}"
-    )
+    """Return the whole page as Markdown."""
+    every = f"## `Every`\n\nWhen `saver.step()` saves.\n\n{table(Every)}"
+    return f"{_HEAD}\n{table(SaverConfig)}\n{every}{_TAIL}"
 
 
 def table(kind: type) -> str:
-    """A row for each field of a dataclass: name, default, and docstring."""
-    words = _docstrings(kind)
-    rows = (
-        f"| `{field.name}` | `{_shown(field.default)}` | {words[field.name]} |"
-        for field in fields(kind)
-    )
-    return "| setting | default | meaning |\n|---|---|---|\n" + "".join(f"{row}\n" for row in rows)
+    """Make a table with a row for each field of a dataclass: name, default, and docstring."""
+    meanings = _docstrings(kind)
+    text = "| setting | default | meaning |\n|---|---|---|\n"
+    for field in fields(kind):
+        text += f"| `{field.name}` | `{_shown(field.default)}` | {meanings[field.name]} |\n"
+    return text
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """The string below each annotated name in the source of a class."""
+    """Return the string below each annotated name in the source of a class."""
     body = ast.parse(inspect.getsource(kind)).body[0].body
-    return {
-        name.target.id: _with_links(" ".join(text.value.value.split()).replace("|", "\\|"))
-        for name, text in pairwise(body)
-        if isinstance(name, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+    docstrings = {}
+    for name, string in pairwise(body):
+        if isinstance(name, ast.AnnAssign) and isinstance(string, ast.Expr):
+            text = " ".join(string.value.value.split())
+            docstrings[name.target.id] = _with_links(text.replace("|", "\\|"))
+    return docstrings
 
 
 def _with_links(words: str) -> str:
-    """Pages that are named by their path, as links with their titles."""
+    """Replace pages that are named by their path by links with their titles."""
     return re.sub(r"docs/(\w+\.md)", lambda path: f"[{_title(path[1])}]({path[1]})", words)
 
 

@@ -1,9 +1,8 @@
-"""Pages of the site beside the files of docs/: one for each notebook, and those for language
-models.
+"""Pages of the site that are no files of docs/: for each notebook, and for language models.
 
-mkdocs calls the functions `on_...` (mkdocs.yml). Language models find `llms.txt`, the list of the
-pages, and the source of each page beside it, in the form of https://llmstxt.org. The link to the
-API leads to a page of the site, because the source of that page has names in place of docstrings.
+mkdocs calls the functions `on_...` (mkdocs.yml). For language models there are `llms.txt`, the list
+of the pages, and the source of each page, in the form of https://llmstxt.org. The link to the API
+leads to a page of the site, because the source of that page has names in place of docstrings.
 """
 
 import base64
@@ -25,13 +24,11 @@ def on_files(files: Any, config: Any) -> Any:
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         folder = NOTEBOOKS.name
         files.append(File.generated(config, f"{folder}/{path.name}", abs_src_path=str(path)))
-        files.append(
-            File.generated(config, f"{folder}/{path.stem}.md", content=notebook_text(path))
-        )
+        page = f"{folder}/{path.stem}.md"
+        files.append(File.generated(config, page, content=notebook_text(path)))
         for number, picture in enumerate(pictures_of(path)):
-            files.append(
-                File.generated(config, f"{folder}/{path.stem}-{number}.png", content=picture)
-            )
+            name = f"{folder}/{path.stem}-{number}.png"
+            files.append(File.generated(config, name, content=picture))
     return files
 
 
@@ -45,13 +42,12 @@ def on_post_build(config: Any) -> None:
     (site / "llms.txt").write_text(list_pages(config, docs), encoding="utf-8")
     for _, _, page in pages_of(config["nav"]):
         if page != API:
-            (site / page).write_text(
-                text_of(docs, page).replace(f"]({API}", "](api/"), encoding="utf-8"
-            )
+            text = text_of(docs, page).replace(f"]({API}", "](api/")
+            (site / page).write_text(text, encoding="utf-8")
 
 
 def list_pages(config: Any, docs: Path) -> str:
-    """The text of llms.txt: a section for each group of the navigation, a line for each page."""
+    """Return the text of llms.txt: a section for each group of the navigation, a line a page."""
     lines = [f"# {config['site_name']}", "", f"> {config['site_description']}"]
     group = None
     for section, title, page in pages_of(config["nav"]):
@@ -64,8 +60,9 @@ def list_pages(config: Any, docs: Path) -> str:
 
 
 def pages_of(nav: list[Any], section: str = "Begin") -> Iterator[tuple[str, str, str]]:
-    """Group, title and file of each page; pages of a group come before those of the groups in
-    it.
+    """Yield group, title and file of each page.
+
+    Pages of a group come before those of the groups in it.
     """
     groups = []
     for entry in nav:
@@ -79,7 +76,7 @@ def pages_of(nav: list[Any], section: str = "Begin") -> Iterator[tuple[str, str,
 
 
 def first_sentence(page: str) -> str:
-    """The first sentence of a page's text, without the marks of Markdown."""
+    """Return the first sentence of a page's text, without the marks of Markdown."""
     not_text = ("#", "```", "|", "<", "-")
     paragraphs = [" ".join(block.split()) for block in page.split("\n\n")]
     text = next(block for block in paragraphs if block and not block.startswith(not_text))
@@ -89,7 +86,7 @@ def first_sentence(page: str) -> str:
 
 
 def text_of(docs: Path, page: str) -> str:
-    """The source of a page of the navigation."""
+    """Read the source of a page of the navigation."""
     folder, _, name = page.rpartition("/")
     if folder == NOTEBOOKS.name:
         return notebook_text(NOTEBOOKS / name.replace(".md", ".ipynb"))
@@ -97,7 +94,7 @@ def text_of(docs: Path, page: str) -> str:
 
 
 def notebook_text(path: Path) -> str:
-    """A notebook as Markdown: its texts, its code, and the stored outputs of its cells."""
+    """Return a notebook as Markdown: its texts, its code, and the stored outputs of its cells."""
     parts: list[str] = []
     pictures = 0
     for cell in _cells(path):
@@ -118,7 +115,7 @@ def notebook_text(path: Path) -> str:
 
 
 def pictures_of(path: Path) -> list[bytes]:
-    """The PNG files among the outputs of a notebook, in order."""
+    """Return the PNG files among the outputs of a notebook, in order."""
     pictures = []
     for cell in _cells(path):
         for output in cell.get("outputs", ()):

@@ -1,6 +1,7 @@
-"""Cost of saving and loading, beside the machine's limits and every installed peer: `python -m
-scripts.bench`.
+"""Costs of saving and loading, with those of other libraries and the machine's limits.
 
-A module named after a measure implements it; `savers`, `loaders` and `background` define how each
-library is called.
+`python -m scripts.bench` runs it. Begin at `__main__.main`: it calls the measures that `measures`
+lists, each in a module of its name. Such a module has the ways to do one thing, and `common`'s
+`in_turns` runs them in rounds. `savers`, `loaders` and `background` call each library. `show`
+prints the figures, `pages` and `chart` put them into the documentation.
 """

@@ -1,4 +1,4 @@
-r"""Measure saving and loading beside every installed peer and the machine's limits, in one run.
+r"""Measure saving and loading with every installed peer and the machine's limits, in one run.
 
     python -m scripts.bench --sizes 10MB 100MB 1GB 2.5GB --rounds 5 --json figures.json
     python -m scripts.bench --only save stall --sizes 1GB
@@ -43,14 +43,16 @@ Figures = dict[str, Any]  # "machine", and "rows" of all measures
 
 
 def main() -> None:
+    """Take each measure at each size; show its figures, and store all of them."""
     args = _arguments()
-    _silence()
-    figures = _begin(args)
+    _silence_peers()
+    figures = _stored_figures(args)
     for name in args.only:
-        for size in MEASURES[name].sizes(args.sizes):
+        measure = MEASURES[name]
+        for size in measure.sizes(args.sizes):
             with scratch(args.folder) as folder:
                 setting = Setting(args.rounds, folder, tuple(args.ways))
-                rows = MEASURES[name].run(setting, parse_size(size))
+                rows = measure.run(setting, parse_size(size))
             _add(figures, name, size, rows)
             show(name, size, figures)
             if args.json:
@@ -61,8 +63,11 @@ def main() -> None:
         write_pages(figures, args.docs)
 
 
-def _begin(args: argparse.Namespace) -> Figures:
-    """The stored figures, which must be of this machine unless everything is measured again."""
+def _stored_figures(args: argparse.Namespace) -> Figures:
+    """Return the stored figures, to which the new ones are added.
+
+    They must be of this machine, unless everything is measured again. Raises SystemExit otherwise.
+    """
     stored: Figures = {"rows": []}
     if args.json and args.json.exists():
         stored = json.loads(args.json.read_text())
@@ -81,7 +86,7 @@ def _begin(args: argparse.Namespace) -> Figures:
 
 
 def _place(figures: Figures) -> dict[str, Any]:
-    """The properties that machines must share for their figures to be compared."""
+    """Return the properties that machines must share for their figures to be compared."""
     machine = figures.get("machine", {})
     return {name: machine.get(name) for name in ("processor", "cores", "gpu", "file_system")}
 
@@ -105,7 +110,7 @@ def _arguments() -> argparse.Namespace:
         default=list(MEASURES),
         choices=MEASURES,
         metavar="MEASURE",
-        help=_listed(),
+        help=_titles(),
     )
     parser.add_argument(
         "--ways",
@@ -142,14 +147,12 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _listed() -> str:
-    # argparse formats help texts with %
-    return "; ".join(f"{name}: {measure.title}" for name, measure in MEASURES.items()).replace(
-        "%", "%%"
-    )
+def _titles() -> str:
+    titles = "; ".join(f"{name}: {measure.title}" for name, measure in MEASURES.items())
+    return titles.replace("%", "%%")  # argparse formats help texts with %
 
 
-def _silence() -> None:
+def _silence_peers() -> None:
     """Silence the warnings, progress bars and logs of peers."""
     warnings.filterwarnings("ignore")
     transformers.utils.logging.disable_progress_bar()
@@ -165,7 +168,7 @@ def write(figures: Figures, path: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Each number to five digits, which is more than was measured."""
+    """Round each number to five digits, which is more than was measured."""
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -176,11 +179,11 @@ def _rounded(value: Any) -> Any:
 def _add(figures: Figures, measure: str, size: str, rows: list[dict[str, Any]]) -> None:
     """Replace the rows of the same measure and size by the new ones."""
     date = datetime.now(timezone.utc).isoformat(timespec="minutes")
-    kept = [row for row in figures["rows"] if (row["measure"], row["size"]) != (measure, size)]
+    others = [row for row in figures["rows"] if (row["measure"], row["size"]) != (measure, size)]
     for row in rows:
         ratios = ratios_of(measure, row, rows)
-        kept.append({"measure": measure, "size": size, "date": date, **row, **ratios})
-    figures["rows"] = kept
+        others.append({"measure": measure, "size": size, "date": date, **row, **ratios})
+    figures["rows"] = others
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""How each library saves the state of a run while it trains on, each the way its own documentation
-advises.
-"""
+"""The saves in the background of each library, in the way that its documentation advises."""
 
 import time
 from collections.abc import Iterator
@@ -26,7 +24,7 @@ class Training:
     optimizer: torch.optim.Optimizer
 
     def state(self) -> dict[str, Any]:
-        """The state that a checkpoint contains."""
+        """Return the state that a checkpoint contains."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
@@ -51,11 +49,11 @@ class Background:
         raise NotImplementedError
 
     def is_done(self) -> bool:
-        """True if the last save is complete."""
+        """Check whether the last save is complete."""
         raise NotImplementedError
 
     def is_durable(self, folder: Path) -> bool:
-        """Whether the last save, to `folder`, is on the disk; asked again and again until it is."""
+        """Check whether the last save, to `folder`, is on the disk; called until it is."""
         if not self.is_done() or self.syncs:
             return self.is_done()
         if self._syncing is None:
@@ -70,7 +68,7 @@ class Background:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Context of each optimizer step."""
+        """Make an optimizer step in the block."""
         yield
 
     def close(self) -> None:
@@ -135,9 +133,7 @@ class TorchDcp(Background):
 
 
 class TorchDcpStaged(TorchDcp):
-    """`async_save` with a stager, which copies into pinned memory beside the next forward and
-    backward.
-    """
+    """`async_save` with a stager, which copies into pinned memory during forward and backward."""
 
     needs_gpu = True
 
@@ -188,9 +184,7 @@ class TorchSnapshot(Background):
 
 
 class TorchCheckpointing(Background):
-    """`CheckpointManager`, whose lock the optimizer takes, and which writes in a process of its
-    own.
-    """
+    """`CheckpointManager`: the optimizer takes its lock, and another process writes."""
 
     module = "torch_checkpointing"
     syncs = False
@@ -244,9 +238,10 @@ BACKGROUNDS: dict[str, type[Background]] = {
 
 
 def installed_backgrounds() -> dict[str, type[Background]]:
-    """Those whose library is installed and whose GPU, if they need one, is present; by name."""
-    return {
-        name: kind
-        for name, kind in BACKGROUNDS.items()
-        if is_installed(kind.module) and (ACCELERATOR is not None or not kind.needs_gpu)
-    }
+    """Return the ways whose library is installed, and whose GPU is there if they need one."""
+    installed = {}
+    for name, background in BACKGROUNDS.items():
+        has_device = ACCELERATOR is not None or not background.needs_gpu
+        if has_device and is_installed(background.module):
+            installed[name] = background
+    return installed

@@ -1,7 +1,6 @@
-"""The figures as a chart: a few measures at their largest size, ours beside the machine's limit and
-the peers.
+"""The figures as a chart: a few measures at their largest size, with peers and limits.
 
-Two transparent SVG files, for pages with a light and with a dark background.
+It is in two transparent SVG files, for pages with a light and with a dark background.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,16 +29,14 @@ _BEST = 2  # number of best peers in each panel, beside the well-known ones
 
 @dataclass(frozen=True)
 class Panel:
-    """One measure: its figure to draw, the limit among its rows, and peers that are drawn though
-    others are better.
-    """
+    """One measure in the chart."""
 
     measure: str
-    figure: str
+    figure: str  # to draw
     title: str
     words: str  # below the title, with a place for the size
-    limit: str = ""
-    always_shown: Sequence[str] = ()
+    limit: str = ""  # the way that is the machine's limit
+    always_shown: Sequence[str] = ()  # peers that are drawn though others are better
 
 
 PANELS = (
@@ -94,7 +91,7 @@ def draw(figures: Figures, folder: Path) -> None:
 
 
 def chart(figures: Figures, theme: str) -> str:
-    """The chart as SVG."""
+    """Draw the chart as SVG."""
     text, muted, *_ = THEMES[theme]
     panels = []
     for panel in PANELS:
@@ -104,15 +101,13 @@ def chart(figures: Figures, theme: str) -> str:
     tops = _tops([len(rows) for _, rows in panels])
     height = tops[-1] + _FOOT
     size = {"width": str(_WIDTH), "height": str(height), "viewBox": f"0 0 {_WIDTH} {height}"}
-    svg = Xml.Element(
-        "svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "font-family": FONT, "role": "img"}
-    )
-    Xml.SubElement(
-        svg, "title"
-    ).text = "What ft_ckpt costs beside other libraries and the machine's limits"
-    for at, (panel, rows) in enumerate(panels):
-        x = (at % 2) * (_WIDTH - _PANEL)
-        top = tops[at // 2]
+    look = {"font-family": FONT, "role": "img"}
+    svg = Xml.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, **look})
+    title = Xml.SubElement(svg, "title")
+    title.text = "What ft_ckpt costs beside other libraries and the machine's limits"
+    for number, (panel, rows) in enumerate(panels):
+        x = (number % 2) * (_WIDTH - _PANEL)
+        top = tops[number // 2]
         size_text = figure_text("bytes", rows[0]["tensor_bytes"])
         write_text(svg, x, top + 16, panel.title, text, 15, weight="600")
         write_text(svg, x, top + 34, panel.words.format(size_text), muted, 12)
@@ -123,16 +118,16 @@ def chart(figures: Figures, theme: str) -> str:
 
 
 def _tops(row_counts: Sequence[int]) -> list[int]:
-    """The top of each line of two panels, and the end of the last line, in pixels."""
+    """Return the top of each line of two panels, and the end of the last line, in pixels."""
     tops = [0]
-    for at in range(0, len(row_counts), 2):
-        tallest = max(row_counts[at : at + 2])
+    for first in range(0, len(row_counts), 2):
+        tallest = max(row_counts[first : first + 2])
         tops.append(tops[-1] + _HEAD + _ROW * tallest + _GAP)
     return tops
 
 
 def caption(figures: Figures) -> str:
-    """The machine and the date, in a line."""
+    """Return the machine and the date, in a line."""
     machine = figures["machine"]
     processor = machine["gpu"] or f"{machine['cores']} cores"
     memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"
@@ -141,9 +136,9 @@ def caption(figures: Figures) -> str:
 
 
 def _rows(figures: Figures, panel: Panel) -> list[Row]:
-    """The rows of a panel at the largest size measured.
+    """Return the rows of a panel at the largest size measured.
 
-    The limit comes first, then ours, then the peers from best to worst.
+    The limit comes first, then ft_ckpt, then the peers from best to worst.
     """
     measured = [row for row in figures["rows"] if row["measure"] == panel.measure]
     succeeded = [row for row in measured if "error" not in row]
@@ -159,14 +154,14 @@ def _rows(figures: Figures, panel: Panel) -> list[Row]:
 
 
 def _shown_peers(by_way: Mapping[str, Row], panel: Panel) -> list[str]:
-    """The best peers, and those that the panel always shows, from best to worst."""
+    """Return the best peers, and those that the panel always shows, from best to worst."""
     peers = [way for way in by_way if not is_ours(way) and not way.startswith("limit")]
     peers.sort(key=lambda way: _value(by_way[way], panel))
     return peers[:_BEST] + [way for way in peers[_BEST:] if way in panel.always_shown]
 
 
 def _value(row: Row, panel: Panel) -> float:
-    """The panel's figure; a copy in memory has only its seconds."""
+    """Return the panel's figure; a copy in memory has only its seconds."""
     return max(0.0, float(row.get(panel.figure, row.get("seconds", 0))))
 
 
@@ -175,10 +170,11 @@ def _bars(
 ) -> None:
     text, muted, *_ = THEMES[theme]
     longest = max(_value(row, panel) for row in rows) or 1
-    for at, row in enumerate(rows):
+    for number, row in enumerate(rows):
         way = row["way"]
         value = _value(row, panel)
-        base_line = top + _ROW * at + _ROW / 2 + 4.5
+        row_top = top + _ROW * number
+        base_line = row_top + _ROW / 2 + 4.5
         width = max(1.0, _BAR * value / longest)
         weight = "600" if is_ours(way) else "400"
         value_color = text if is_ours(way) else muted
@@ -186,7 +182,7 @@ def _bars(
         write_text(svg, x + _LABELS - 10, base_line, name, text, 13, anchor="end", weight=weight)
         bar = {
             "x": f"{x + _LABELS + 0.5:g}",
-            "y": f"{top + _ROW * at + (_ROW - _THICK) / 2:g}",
+            "y": f"{row_top + (_ROW - _THICK) / 2:g}",
             "height": str(_THICK),
             "width": f"{width:.1f}",
             "rx": "1.5",
@@ -206,7 +202,7 @@ def _bar_label(panel: Panel, way: str) -> str:
 
 
 def _paint(way: str, theme: str) -> dict[str, str]:
-    """Fill and outline of a bar: a limit is an outline only."""
+    """Return fill and outline of a bar: a limit is an outline only."""
     _, _, ours, peer, outline = THEMES[theme]
     if way.startswith("limit"):
         return {"fill": "none", "stroke": outline}
@@ -222,14 +218,8 @@ def _legend(svg: Xml.Element, top: float, words: str, theme: str) -> None:
         ("the machine's limit", "none", outline),
     )
     for x, (name, fill, stroke) in zip((0.5, 88.5, 218.5), marks, strict=True):
-        square = {
-            "x": f"{x:g}",
-            "y": f"{top + 0.5:g}",
-            "width": "11",
-            "height": "11",
-            "rx": "1.5",
-        }
-        Xml.SubElement(svg, "rect", {**square, "fill": fill, "stroke": stroke})
+        place = {"x": f"{x:g}", "y": f"{top + 0.5:g}", "width": "11", "height": "11", "rx": "1.5"}
+        Xml.SubElement(svg, "rect", {**place, "fill": fill, "stroke": stroke})
         write_text(svg, x + 17, top + 10.5, name, muted, 12)
     write_text(svg, 375, top + 10.5, "shorter is better", muted, 12)
     write_text(svg, _WIDTH, top + 10.5, words, muted, 12, anchor="end")
@@ -245,9 +235,7 @@ def write_text(
     anchor: str = "start",
     weight: str = "400",
 ) -> None:
-    """Add a line of text; `anchor` says which end of it is at `x`, and `y` is its base line, in
-    pixels.
-    """
+    """Add a line of text with its base line at `y`, and with the end `anchor` at `x`, in pixels."""
     place = {"x": f"{x:.1f}", "y": f"{y:g}", "fill": color, "font-size": str(size)}
     look = {"text-anchor": anchor, "font-weight": weight}
     Xml.SubElement(svg, "text", {**place, **look}).text = words

@@ -34,16 +34,17 @@ Action = Callable[[], Any]
 
 
 def measure_save(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to save all weights, of `size_bytes`."""
+    """Measure each way to save all weights, of `size_bytes`."""
     return _on_clients(setting, "save", size_bytes)
 
 
 def measure_load(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to resume with weights of `size_bytes`, after the files were saved."""
+    """Measure each way to resume with weights of `size_bytes`, after the files were saved."""
     return _on_clients(setting, "load", size_bytes)
 
 
 def _on_clients(setting: Setting, action: str, size_bytes: int) -> list[Row]:
+    """Measure "save" or "load" on ranks that have a mount each; rank 0 writes the rows."""
     mounts = os.environ.get(CLIENTS, "").split(":")
     if len(mounts) != RANKS:
         return [{"way": "ours", "error": f"{CLIENTS} names no {RANKS} mounts of one file system"}]
@@ -73,8 +74,8 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def measured(setting: Setting, action: str, size_bytes: int) -> list[Row]:
-    """In each rank: measure all ways."""
+def measure_on_rank(setting: Setting, action: str, size_bytes: int) -> list[Row]:
+    """Measure all ways, on each rank."""
     folder = setting.folder / "disk" / "bench"
     model = make_model(size_bytes // 4, torch.float32)
     tensor_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -129,18 +130,18 @@ def _loads(setting: Setting, model: torch.nn.Module, folder: Path) -> list[Row]:
 
 
 def _in_turns(ways: dict[str, Action], setting: Setting, before: Action) -> list[Row]:
-    """The medians of each way, which all ranks begin and end together."""
+    """Run the ways in rounds as `common.in_turns` does; all ranks begin and end together."""
     rows_by_way: dict[str, list[Row]] = {name: [] for name in ways}
     for _ in range(setting.rounds + 1):
         for name, action in ways.items():
             before()
             dist.barrier()
 
-            def both(action: Action = action) -> None:
+            def until_all_end(action: Action = action) -> None:
                 action()
                 dist.barrier()
 
-            rows_by_way[name].append({"seconds": seconds(both)})
+            rows_by_way[name].append({"seconds": seconds(until_all_end)})
     return [{"way": name, **medians(rows[1:])} for name, rows in rows_by_way.items()]
 
 
@@ -160,4 +161,4 @@ def _drop_caches() -> None:
 
 
 if __name__ == "__main__":
-    as_child("clients", measured)
+    as_child("clients", measure_on_rank)

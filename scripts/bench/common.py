@@ -1,4 +1,4 @@
-"""Shared by the measures: rounds in which all ways take turns, files, memory, child processes."""
+"""The base of all measures: rounds in which all ways take turns, files, memory, child processes."""
 
 import ctypes
 import json
@@ -32,7 +32,7 @@ DEVICE = ACCELERATOR or torch.device("cpu")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a measure gets.
+    """The setting of a measure.
 
     `rounds`: counted rounds, after an uncounted one. `folder`: an empty one to write in. `ways`:
     those to measure, () for all.
@@ -43,11 +43,11 @@ class Setting:
     ways: tuple[str, ...] = ()
 
     def inside(self, folder: Path) -> "Setting":
-        """This setting with another folder."""
+        """Return this setting with another folder."""
         return replace(self, folder=folder)
 
     def chosen(self, ways: Mapping[str, T]) -> dict[str, T]:
-        """The selected ones of `ways`, and the limits."""
+        """Return the selected ones of `ways`, and the limits."""
         selected = self.ways or ways
         chosen = {}
         for name, way in ways.items():
@@ -57,78 +57,76 @@ class Setting:
 
 
 def is_installed(module: str) -> bool:
-    """True if `module` can be imported; "" always can."""
+    """Check whether `module` can be imported; "" always can."""
     return not module or find_spec(module.partition(".")[0]) is not None
 
 
 def in_turns(
     ways: Mapping[str, Way], setting: Setting, before: Callable[[str], Any] = lambda way: os.sync()
 ) -> list[Row]:
-    """The medians of each way; all take turns in every round.
+    """Run the ways in rounds, in which all take turns; return a row with the medians of each.
 
     `before` gets the name of a way and prepares for it. A peer that fails is left out of the
-    following rounds, and its row says why.
+    following rounds, and its row has the error.
     """
     ways = setting.chosen(ways)
-    counted: dict[str, list[Row]] = {name: [] for name in ways}
-    failed: dict[str, str] = {}
-    for turn in range(setting.rounds + 1):
-        for name in ways:
-            if name in failed:
+    figures: dict[str, list[Row]] = {name: [] for name in ways}
+    errors: dict[str, str] = {}
+    for _ in range(setting.rounds + 1):
+        for name, way in ways.items():
+            if name in errors:
                 continue
             before(name)
             try:
-                figures = ways[name]()
+                figures[name].append(way())
             except PEER_ERRORS as error:
                 if name.startswith("ours"):
                     raise
-                failed[name] = describe(error)
-                continue
-            if turn:
-                counted[name].append(figures)
+                errors[name] = describe(error)
     rows = []
     for name in ways:
-        result = {"error": failed[name]} if name in failed else medians(counted[name])
+        # the first round is not counted
+        result = {"error": errors[name]} if name in errors else medians(figures[name][1:])
         rows.append({"way": name, **result})
     return rows
 
 
 def describe(error: BaseException) -> str:
-    """The error of a peer, in one line of at most 200 characters."""
+    """Describe the error of a peer in one line of at most 200 characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def medians(rows: Iterable[Row]) -> Row:
-    """Of each figure the median over `rows`, and of "seconds" all values as well."""
+    """Return the median of each figure over `rows`, and all values of "seconds" as "rounds"."""
     rows = list(rows)
-    middle: Row = {}
+    row_of_medians: Row = {}
     for name in rows[0]:
-        middle[name] = statistics.median([row[name] for row in rows])
-    if "seconds" in middle:
-        middle["rounds"] = [row["seconds"] for row in rows]
-    return middle
+        row_of_medians[name] = statistics.median([row[name] for row in rows])
+    if "seconds" in row_of_medians:
+        row_of_medians["rounds"] = [row["seconds"] for row in rows]
+    return row_of_medians
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """How long `action` takes, with what it starts on the device's current stream.
+    """Measure the seconds of `action`, with its work on the device's current stream.
 
     Copies on other streams go on.
     """
-    begun = time.perf_counter()
+    begun_at = time.perf_counter()
     action()
     if ACCELERATOR is not None:
         torch.accelerator.current_stream().synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun_at
 
 
 def timed(action: Callable[[], Any]) -> Row:
-    """`seconds` as a row."""
+    """Measure the seconds of `action` as a row."""
     return {"seconds": seconds(action)}
 
 
 @contextmanager
 def scratch(place: Path | None) -> Iterator[Path]:
-    """A temporary folder, deleted afterwards."""
+    """Make a temporary folder for the block."""
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place))
     try:
         yield folder
@@ -137,7 +135,7 @@ def scratch(place: Path | None) -> Iterator[Path]:
 
 
 def files(folder: Path) -> list[Path]:
-    """All files below `folder`, or the file itself."""
+    """Return all files below `folder`, or the file itself."""
     if folder.is_file():
         return [folder]
     return sorted(path for path in folder.rglob("*") if path.is_file())
@@ -152,7 +150,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def bytes_of(folder: Path) -> int:
-    """Bytes of all files below `folder`, those with two names counted once."""
+    """Return the bytes of all files below `folder`; those with two names are counted once."""
     sizes = {}
     for path in files(folder):
         status = path.stat()
@@ -186,12 +184,12 @@ def touch(loaded: Any) -> None:
 
 
 def size_of(state: Mapping[str, Tensor]) -> int:
-    """Bytes of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in state.values())
 
 
 def peak_bytes(action: Callable[[], Any]) -> int:
-    """Peak growth of this process's resident memory while `action` runs.
+    """Run `action`; return the peak growth of this process's resident memory meanwhile, in bytes.
 
     Linux keeps the peak, which is reset first.
     """
@@ -203,7 +201,7 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 
 
 def _status(name: str) -> int:
-    """A size in the kernel's status of this process, in bytes."""
+    """Return a size in the kernel's status of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -211,14 +209,17 @@ def _status(name: str) -> int:
 
 
 def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) -> list[Row]:
-    """The rows that `module` of this package measures in a child process, or on several ranks."""
+    """Measure the rows of `module` in a child process, or on several ranks.
+
+    The module has `as_child` as its last line. Raises RuntimeError if the process fails.
+    """
     launcher: list[str] = []
     environment = dict(os.environ)
     if ranks:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     call = json.dumps([setting.rounds, str(setting.folder), setting.ways, *arguments])
-    done = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, *launcher, "-m", f"scripts.bench.{module}", call],
         cwd=ROOT,
         env=environment,
@@ -227,17 +228,16 @@ def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) 
         check=False,
     )
     result = setting.folder / f"{module}.json"
-    if done.returncode or not result.exists():
-        raise RuntimeError(
-            f"{module}: ended with status {done.returncode}\n{done.stdout.decode(errors='replace')}"
-        )
+    if ended.returncode or not result.exists():
+        output = ended.stdout.decode(errors="replace")
+        raise RuntimeError(f"{module}: ended with status {ended.returncode}\n{output}")
     rows: list[Row] = json.loads(result.read_text())
     result.unlink()
     return rows
 
 
 def as_child(module: str, measure: Callable[..., list[Row]]) -> None:
-    """The child's side of `in_child`: call `measure` with the arguments; rank 0 writes the rows."""
+    """Call `measure` with the arguments of `in_child`, in the child; rank 0 writes the rows."""
     rounds, folder, ways, *arguments = json.loads(sys.argv[1])
     rows = measure(Setting(rounds, Path(folder), tuple(ways)), *arguments)
     if os.environ.get("RANK", "0") == "0":

@@ -17,11 +17,10 @@ SHARE = 0.01
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for ours, in the foreground and in the background, and for `save_pretrained`, which
-    writes everything.
+    """Measure ft_ckpt, in the foreground and in the background, and `save_pretrained`.
 
-    Seconds until the call returned, their ratio to the first save, which writes everything, and new
-    bytes on disk.
+    The figures are seconds until the call returned, their ratio to the first save, and new bytes on
+    disk. The first save writes everything, and so does `save_pretrained`.
     """
     subject = make_subject(size_bytes)
     trainable = freeze(subject)
@@ -29,23 +28,19 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
         steps = count()
         step = next(steps)
         first = seconds(lambda: saver.save(subject.model, step=step))
+        save = partial(_ours, saver, subject, steps, first)
         ways = {
-            "ours": partial(_ours, saver, subject, steps, first, background=False),
-            "ours, in the background": partial(
-                _ours, saver, subject, steps, first, background=True
-            ),
+            "ours": partial(save, background=False),
+            "ours, in the background": partial(save, background=True),
             "save_pretrained": partial(_peer, subject, setting.folder / "peer"),
         }
         rows = in_turns(ways, setting)
-    return [
-        row | {"tensor_bytes": subject.size_bytes, "trainable_bytes": trainable} for row in rows
-    ]
+    sizes = {"tensor_bytes": subject.size_bytes, "trainable_bytes": trainable}
+    return [row | sizes for row in rows]
 
 
 def freeze(subject: Subject) -> int:
-    """Freeze all but the smallest tensors, up to a hundredth of the bytes; return the bytes of
-    these.
-    """
+    """Freeze all but the smallest tensors, a hundredth of the bytes; return the bytes of these."""
     max_bytes = SHARE * subject.size_bytes
     total = 0
     trainable = 0
@@ -66,20 +61,24 @@ def _ours(
                 parameter.add_(1e-3)
     before = {path.stat().st_ino for path in files(Path(str(saver.directory)))}
     step = next(steps)
-    took = seconds(lambda: saver.save(subject.model, step=step, background=background))
+    duration = seconds(lambda: saver.save(subject.model, step=step, background=background))
     saver.wait()
     folder = Path(str(saver.directory)) / f"checkpoint-{step}"
-    new = sum(path.stat().st_size for path in files(folder) if path.stat().st_ino not in before)
+    statuses = [path.stat() for path in files(folder)]
     return {
-        "seconds": took,
-        "of_first_save": took / first,
-        "new_bytes": new,
+        "seconds": duration,
+        "of_first_save": duration / first,
+        "new_bytes": sum(status.st_size for status in statuses if status.st_ino not in before),
         "disk_bytes": bytes_of(folder),
     }
 
 
 def _peer(subject: Subject, target: Path) -> Row:
-    took = seconds(lambda: (SAVERS["save_pretrained"](subject, target), sync_tree(target)))
-    written = bytes_of(target)
+    def save() -> None:
+        SAVERS["save_pretrained"](subject, target)
+        sync_tree(target)
+
+    duration = seconds(save)
+    written_bytes = bytes_of(target)
     shutil.rmtree(target)
-    return {"seconds": took, "new_bytes": written, "disk_bytes": written}
+    return {"seconds": duration, "new_bytes": written_bytes, "disk_bytes": written_bytes}

@@ -62,12 +62,12 @@ _LABELS = {
 
 
 def label(measure: str, way: str) -> str:
-    """The name of a way for readers, as Markdown."""
+    """Return the name of a way for readers, as Markdown."""
     return {**_SHARED, **_LABELS.get(measure, {})}.get(way, way.replace("ours", "ft_ckpt"))
 
 
 def figure_text(figure: str, value: float) -> str:
-    """A figure with its unit, which is the suffix of its name."""
+    """Format a figure with its unit, which is the suffix of its name."""
     if figure.endswith("bytes"):
         power = min(3, (len(str(int(value))) - 1) // 3)
         return f"{value / 1000**power:.{int(power == 3)}f} {('B', 'KB', 'MB', 'GB')[power]}"
@@ -77,5 +77,5 @@ def figure_text(figure: str, value: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Seconds without their unit: to a hundredth, or two digits of less than a tenth."""
+    """Format seconds without their unit: to a hundredth, or two digits of less than a tenth."""
     return f"{value:.{max(2, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"

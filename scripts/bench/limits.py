@@ -1,6 +1,4 @@
-"""The limits of the machine: copying the tensors in memory, and moving as many bytes past the page
-cache.
-"""
+"""The limits of the machine: a copy of the tensors in memory, reads and writes past the cache."""
 
 import mmap
 import os
@@ -24,36 +22,36 @@ def write(path: Path, size_bytes: int) -> None:
     """Write a new file of about `size_bytes` and sync it."""
     file = os.open(path, os.O_DIRECT | os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.posix_fallocate(file, 0, size_bytes)
-    _each_block(size_bytes, lambda block, at: os.pwrite(file, block, at))
+    _each_block(size_bytes, lambda block, offset: os.pwrite(file, block, offset))
     os.fsync(file)
     os.close(file)
 
 
 def read(path: Path) -> None:
-    """Read a file, and drop what was read."""
+    """Read a file into blocks that are used again."""
     file = os.open(path, os.O_DIRECT | os.O_RDONLY)
-    _each_block(path.stat().st_size, lambda block, at: os.preadv(file, [block], at))
+    _each_block(path.stat().st_size, lambda block, offset: os.preadv(file, [block], offset))
     os.close(file)
 
 
 def read_and_keep(path: Path) -> mmap.mmap:
     """Read a file into new memory, as a load must; the system maps its pages meanwhile."""
     size_bytes = path.stat().st_size
-    kept = _new_block(size_bytes + -size_bytes % BLOCK_BYTES)
+    memory = _new_block(size_bytes + -size_bytes % BLOCK_BYTES)
     file = os.open(path, os.O_DIRECT | os.O_RDONLY)
 
-    def one(at: int) -> None:
-        with memoryview(kept)[at : at + BLOCK_BYTES] as part:
-            os.preadv(file, [part], at)
+    def read_block(offset: int) -> None:
+        with memoryview(memory)[offset : offset + BLOCK_BYTES] as part:
+            os.preadv(file, [part], offset)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(one, range(0, size_bytes, BLOCK_BYTES)))
+        list(pool.map(read_block, range(0, size_bytes, BLOCK_BYTES)))
     os.close(file)
-    return kept
+    return memory
 
 
 def make_copy(state: Mapping[str, Tensor]) -> Callable[[], None]:
-    """A function that copies all tensors into existing host memory, pinned for those of a GPU."""
+    """Return a function that copies all tensors into existing host memory, pinned for a GPU."""
     pinned = any(not tensor.is_cpu for tensor in state.values())
     copies = {}
     for name, tensor in state.items():
@@ -68,21 +66,23 @@ def make_copy(state: Mapping[str, Tensor]) -> Callable[[], None]:
 
 
 def _each_block(size_bytes: int, move: Callable[[mmap.mmap, int], int]) -> None:
+    """Call `move` with a block of memory for each offset of a file, in threads."""
     blocks = _blocks()
 
-    def one(at: int) -> None:
+    def move_block(offset: int) -> None:
         block = blocks.get()
-        move(block, at)
+        move(block, offset)
         blocks.put(block)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(one, range(0, size_bytes, BLOCK_BYTES)))
+        list(pool.map(move_block, range(0, size_bytes, BLOCK_BYTES)))
 
 
 @lru_cache
 def _blocks() -> "SimpleQueue[mmap.mmap]":
-    """One block per thread, of large pages that are mapped already: small ones take a transfer
-    twice as long.
+    """Return one block for each thread, of large pages that are mapped already.
+
+    With small pages a transfer takes twice as long.
     """
     blocks: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(THREADS):

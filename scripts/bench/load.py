@@ -1,6 +1,6 @@
-"""Loading a whole checkpoint from the disk or from the page cache, and the first tensor of one.
+"""Loads of a whole checkpoint from the disk or from the page cache, and of its first tensor.
 
-All ways end with a byte of every page of every tensor read: what is only mapped has not been
+All ways end with a read of a byte of every page of every tensor: what is only mapped has not been
 loaded.
 """
 
@@ -38,17 +38,17 @@ LIMITS = {LIMIT: limits.read, limits.READ_AND_KEEP: limits.read_and_keep}
 
 
 def cold(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to load a file that is in no cache."""
+    """Measure each way to load a file that is in no cache."""
     return _whole(setting, size_bytes, drop_cached, LIMITS)
 
 
 def warm(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to load a file that is in the page cache."""
+    """Measure each way to load a file that is in the page cache."""
     return _whole(setting, size_bytes, fill_cache, {})
 
 
 def first(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to open a file that is in no cache and read one tensor in its middle."""
+    """Measure each way to open a file that is in no cache and read one tensor in its middle."""
     subject = make_subject(size_bytes)
     name = list(subject.state)[len(subject.state) // 2]
     loaders = setting.chosen(_installed(FIRST))
@@ -85,12 +85,12 @@ def _installed(loaders: Mapping[str, AnyLoader]) -> dict[str, AnyLoader]:
 
 
 def _savers(loaders: Mapping[str, AnyLoader]) -> dict[str, str]:
-    """By loader, the name of the saver whose files it reads."""
+    """Return the name of the saver whose files each loader reads."""
     return {name: loader.saved_by for name, loader in loaders.items()}
 
 
 def _saved(folder: Path, subject: Subject, savers: Mapping[str, str]) -> dict[str, Path]:
-    """The folder that each way reads, written by its saver."""
+    """Write the files that the ways read; return the folder of each."""
     for name in sorted(set(savers.values())):
         save = RUN if name == RUN.name else SAVERS[name]
         save(subject, folder / name)

@@ -1,6 +1,4 @@
-"""How each library loads its own files, or those of the library that it reads; and one tensor of
-them.
-"""
+"""The loads of each library, of its own files or of those of another, and of one tensor."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -111,7 +109,10 @@ def _pretrained(folder: Path, subject: Subject) -> Tensors:
 
 
 def _later_safetensors() -> Iterator[Loader]:
-    """Ways that safetensors has from 0.8 and from 0.9 on, the latter onto CUDA devices alone."""
+    """Yield the ways that safetensors has from 0.8 and from 0.9 on.
+
+    The latter loads onto CUDA devices alone.
+    """
     if "backend" in signature(load_file).parameters:
         read = partial(load_file, device=str(DEVICE), backend="pread")
         yield Loader("safetensors, pread", "safetensors", _file("safetensors", read))
@@ -170,7 +171,7 @@ LOADERS = {
 
 @dataclass(frozen=True)
 class FirstLoader:
-    """One way to open `file`, written by the saver `saved_by`, and return the tensor of a name."""
+    """One way to open `file`, written by the saver `saved_by`, and to return one tensor."""
 
     saved_by: str
     file: str
@@ -182,7 +183,7 @@ FIRST = {
     "ours": FirstLoader("ours", "model.safetensors", lambda path, name: ft_ckpt.load(path)[name]),
     "ours, h5": FirstLoader("ours, h5", "model.h5", lambda path, name: ft_ckpt.load(path)[name]),
     "safetensors safe_open": FirstLoader(
-        "safetensors", "model.safetensors", lambda path, name: _opened(path, name)
+        "safetensors", "model.safetensors", lambda path, name: _from_safetensors(path, name)
     ),
     "safetensors load_file": FirstLoader(
         "safetensors", "model.safetensors", lambda path, name: load_file(path)[name]
@@ -191,17 +192,17 @@ FIRST = {
     "torch.load, mmap": FirstLoader(
         "torch.save", "model.pt", lambda path, name: torch.load(path, mmap=True)[name]
     ),
-    "h5py": FirstLoader("h5py", "model.h5", lambda path, name: _bits(path, name)),
+    "h5py": FirstLoader("h5py", "model.h5", lambda path, name: _from_h5(path, name)),
     "tensorizer, lazy": FirstLoader("tensorizer", "model.tensors", _tensorizer_first, "tensorizer"),
 }
 
 
-def _opened(path: Path, name: str) -> Tensor:
+def _from_safetensors(path: Path, name: str) -> Tensor:
     with safe_open(path, "pt") as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
-def _bits(path: Path, name: str) -> Tensor:
+def _from_h5(path: Path, name: str) -> Tensor:
     with h5py.File(path) as file:
         return torch.from_numpy(file[name][()])

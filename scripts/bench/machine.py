@@ -23,8 +23,9 @@ _LIBRARIES = (
 
 
 def facts(folder: Path | None) -> dict[str, Any]:
-    """The machine and the libraries on it; the file system is that of `folder`, or of temporary
-    files.
+    """Describe the machine and the libraries on it.
+
+    The file system is that of `folder`, or of temporary files.
     """
     versions = {"ft_ckpt": ft_ckpt.__version__}
     for library in _LIBRARIES.split():
@@ -45,7 +46,7 @@ def facts(folder: Path | None) -> dict[str, Any]:
 
 
 def missing() -> list[str]:
-    """The peers that are not installed."""
+    """Name the peers that are not installed."""
     peers = [*SAVERS.values(), *LOADERS.values(), *BACKGROUNDS.values()]
     return sorted({peer.module for peer in peers if not is_installed(peer.module)})
 
@@ -53,8 +54,8 @@ def missing() -> list[str]:
 def _accelerator_name() -> str | None:
     if ACCELERATOR is None:
         return None
-    named = getattr(torch.get_device_module(ACCELERATOR), "get_device_name", None)
-    return ACCELERATOR.type if named is None else str(named())
+    get_name = getattr(torch.get_device_module(ACCELERATOR), "get_device_name", None)
+    return ACCELERATOR.type if get_name is None else str(get_name())
 
 
 def _version(name: str) -> str | None:
@@ -72,7 +73,10 @@ def _processor() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the mount with the longest path above `folder`."""
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    above = [(len(place), kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
-    return max(above)[1] if above else "unknown"
+    """Return the type of the mount with the longest path above `folder`."""
+    mounts = []
+    for line in Path("/proc/mounts").read_text().splitlines():
+        place, kind = line.split()[1:3]
+        if folder.resolve().is_relative_to(place):
+            mounts.append((len(place), kind))
+    return max(mounts)[1] if mounts else "unknown"

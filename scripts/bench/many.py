@@ -1,6 +1,6 @@
-"""A file of very many tiny tensors: saving it, reading one of them, reading all.
+"""A file of very many tiny tensors: a save, a read of one of them, a read of all.
 
-The cost is per tensor, not byte.
+The cost is that of a tensor, not of a byte.
 """
 
 import os
@@ -24,31 +24,28 @@ State = dict[str, Tensor]
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way; "seconds" are those of the save, the reads are from the page cache."""
-    state = {
-        f"layer.{index}.weight": torch.full((64,), float(index))
-        for index in range(size_bytes // 256)
-    }
+    """Measure each way; "seconds" are those of the save, the reads are from the page cache."""
+    state = {}
+    for index in range(size_bytes // 256):
+        state[f"layer.{index}.weight"] = torch.full((64,), float(index))
     ways = {}
     for name, (suffix, *functions) in WAYS.items():
-        ways[name] = partial(_one, setting.folder / f"many{suffix}", state, *functions)
-    return [
-        row | {"tensor_bytes": size_of(state), "tensors": len(state)}
-        for row in in_turns(ways, setting)
-    ]
+        ways[name] = partial(_save_and_read, setting.folder / f"many{suffix}", state, *functions)
+    sizes = {"tensor_bytes": size_of(state), "tensors": len(state)}
+    return [row | sizes for row in in_turns(ways, setting)]
 
 
-def _one(
+def _save_and_read(
     path: Path,
     state: State,
     save: Callable[[State, Path], Any],
     read_one: Callable[[Path], Tensor],
     read_all: Callable[[Path], State],
 ) -> Row:
-    saved = seconds(lambda: save(state, path)) + (
-        0 if save is ft_ckpt.save else seconds(lambda: sync_tree(path))
-    )
-    row = {"seconds": saved, "disk_bytes": path.stat().st_size}
+    save_seconds = seconds(lambda: save(state, path))
+    if save is not ft_ckpt.save:  # which syncs
+        save_seconds += seconds(lambda: sync_tree(path))
+    row = {"seconds": save_seconds, "disk_bytes": path.stat().st_size}
     row["first_seconds"] = seconds(lambda: touch({ONE: read_one(path)}))
     row["load_seconds"] = seconds(lambda: touch(read_all(path)))
     path.unlink()
@@ -56,7 +53,7 @@ def _one(
     return row
 
 
-def _opened(path: Path) -> Tensor:
+def _one_from_safetensors(path: Path) -> Tensor:
     with safe_open(path, "pt") as file:
         tensor: Tensor = file.get_tensor(ONE)
         return tensor
@@ -82,7 +79,7 @@ _OURS = (ft_ckpt.save, lambda path: ft_ckpt.load(path)[ONE], ft_ckpt.load)
 WAYS: dict[str, tuple[Any, ...]] = {
     "ours": (".ours.safetensors", *_OURS),
     "ours, h5": (".ours.h5", *_OURS),
-    "safetensors": (".safetensors", save_file, _opened, load_file),
+    "safetensors": (".safetensors", save_file, _one_from_safetensors, load_file),
     "torch.save": (".pt", torch.save, lambda path: torch.load(path)[ONE], torch.load),
     "h5py": (".h5", _with_h5py, _one_from_h5, _all_from_h5),
 }

@@ -24,9 +24,7 @@ from scripts.bench.common import Row, Setting
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure, its sizes, and the figure by which its rows are compared: the least is the
-    best.
-    """
+    """A measure, its sizes, and the figure that compares its rows: the least is the best."""
 
     title: str
     run: Callable[[Setting, int], list[Row]]
@@ -36,7 +34,7 @@ class Measure:
     at: str | None = None
 
     def sizes(self, requested: Sequence[str]) -> list[str]:
-        """The sizes it is taken at."""
+        """Return the sizes at which the measure is taken."""
         if self.at is None:
             return list(requested)
         largest = max(requested, key=parse_size)

@@ -18,11 +18,11 @@ from scripts.bench.models import Subject, make_subject
 from scripts.bench.savers import SAVERS, Saver, installed_savers
 
 TITLE = "memory at its peak during a save, above the state dict"
-WARM_BYTES = 5_000_000  # of a warm-up save: what libraries load and start is not part of a save
+WARM_BYTES = 5_000_000  # of a first save: what libraries load and start is not part of a save
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to save; one save each, because memory does not vary as time does."""
+    """Measure one save of each way, because memory does not vary as time does."""
     names = list(installed_savers())
     ours = [[name] for name in names if name.startswith("ours")]
     peers = [name for name in names if not name.startswith("ours")]
@@ -32,25 +32,20 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
     return rows
 
 
-def grown(setting: Setting, size_bytes: int, names: list[str]) -> list[Row]:
-    """In the child: measure one way after the other."""
+def measure_in_child(setting: Setting, size_bytes: int, names: list[str]) -> list[Row]:
+    """Measure one way after the other, in the child."""
     subject, small = make_subject(size_bytes), make_subject(WARM_BYTES)
-    return [
-        _one(setting, SAVERS[name], subject, small) | {"tensor_bytes": subject.size_bytes}
-        for name in names
-    ]
+    rows = [_save(setting, SAVERS[name], subject, small) for name in names]
+    return [row | {"tensor_bytes": subject.size_bytes} for row in rows]
 
 
-def _one(setting: Setting, saver: Saver, subject: Subject, small: Subject) -> Row:
+def _save(setting: Setting, saver: Saver, subject: Subject, small: Subject) -> Row:
     try:
         with scratch(setting.folder) as folder:
             saver(small, folder / "warm")
-            peak = peak_bytes(lambda: saver(subject, folder / "target"))
-            return {
-                "way": saver.name,
-                "peak_bytes": peak,
-                "disk_bytes": bytes_of(folder / "target"),
-            }
+            target = folder / "target"
+            peak = peak_bytes(lambda: saver(subject, target))
+            return {"way": saver.name, "peak_bytes": peak, "disk_bytes": bytes_of(target)}
     except Exception as error:
         if saver.name.startswith("ours"):
             raise
@@ -58,4 +53,4 @@ def _one(setting: Setting, saver: Saver, subject: Subject, small: Subject) -> Ro
 
 
 if __name__ == "__main__":
-    as_child("memory", grown)
+    as_child("memory", measure_in_child)

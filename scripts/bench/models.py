@@ -1,4 +1,4 @@
-"""Models of a wanted size, with random weights."""
+"""Models of a given size, with random weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +16,7 @@ _SIZES = ((2_000_000, 128, 512), (25_000_000, 256, 4096), (900_000_000, 1024, 40
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """The object that is saved and loaded: a model, and its state dict with each tied tensor
-    once.
-    """
+    """The model that is saved and loaded, and its state dict with each tied tensor once."""
 
     model: nn.Module
 
@@ -36,13 +34,14 @@ class Subject:
 
 
 def make_subject(size_bytes: int) -> Subject:
-    """A model with about `size_bytes` of bf16 weights, on the GPU if there is one."""
+    """Make a model with about `size_bytes` of bf16 weights, on the GPU if there is one."""
     return Subject(make_model(size_bytes // 2).to(DEVICE))
 
 
 def config_of(parameters: int) -> LlamaConfig:
-    """A Llama config for about that many parameters; from 900 M on with the shapes of
-    Llama-3.2-1B.
+    """Make a Llama config for about that many parameters.
+
+    From 900 M on its layers have the shapes of Llama-3.2-1B.
     """
     width, vocabulary = _width_and_vocabulary(parameters)
     heads = 8
@@ -70,7 +69,7 @@ def _width_and_vocabulary(parameters: int) -> tuple[int, int]:
 
 
 def make_model(parameters: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
-    """A Llama with about that many parameters, normally distributed."""
+    """Make a Llama with about that many parameters, normally distributed."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(parameters)).to(dtype)
     model = model.to_empty(device=DEVICE)

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/figures.md that are generated from the stored figures.
+"""The tables of README.md and docs/figures.md, made from the stored figures.
 
 Each follows a comment that names it, up to the next empty line: `<!-- figures: save -->`.
 """
@@ -97,7 +97,7 @@ def _readme(figures: Figures) -> str:
 
 
 def _compared(figures: Figures, line: Compared) -> list[str]:
-    """The cells of a line; none where it was not measured."""
+    """Return the cells of a line; none where it was not measured."""
     rows = {row["way"]: row for row in _rows(figures, line.measure, line.size)}
     if line.ours not in rows:
         return []
@@ -119,7 +119,7 @@ def _figures(row: Row, line: Compared) -> str:
 
 
 def _best(rows: dict[str, Row], figure: str) -> list[str]:
-    """The peers from best to worst."""
+    """Return the peers from best to worst."""
     peers = []
     for way, row in rows.items():
         if figure in row and not is_ours(way) and not way.startswith("limit"):
@@ -128,7 +128,7 @@ def _best(rows: dict[str, Row], figure: str) -> list[str]:
 
 
 def _measured(figures: Figures) -> str:
-    """The versions, the date and the machine of the figures, as a paragraph."""
+    """Return the versions, the date and the machine of the figures, as a paragraph."""
     machine = figures["machine"]
     memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"
     hardware = f"{machine['cores']} cores ({machine['processor']}), {memory}"
@@ -196,7 +196,7 @@ _WRITERS = (Column("writers", "1GB", head="{size} of weights: seconds"),)
 
 
 def _table_of(figures: Figures, columns: Sequence[Column], without: Sequence[str] = ()) -> str:
-    """A line for each way that has a figure: limits first, then all from best to worst."""
+    """Make a table with a line for each way: limits first, then all from best to worst."""
     measured = []  # columns with a value for some way, and their values by way
     for column in columns:
         rows = _rows(figures, column.measure, column.size)
@@ -209,11 +209,12 @@ def _table_of(figures: Figures, columns: Sequence[Column], without: Sequence[str
     ways: dict[str, None] = {}  # in the order in which they were measured
     for _, values in measured:
         ways |= dict.fromkeys(way for way in values if way not in without)
-    in_order = sorted(
-        ways, key=lambda way: (not way.startswith("limit"), ranking.get(way, float("inf")))
-    )
+
+    def order(way: str) -> tuple[bool, float]:
+        return not way.startswith("limit"), ranking.get(way, float("inf"))
+
     lines = []
-    for way in in_order:
+    for way in sorted(ways, key=order):
         cells = [_cell(column, values.get(way)) for column, values in measured]
         lines.append([label(columns[0].measure, way), *cells])
     heads = [_head(figures, column) for column, _ in measured]
@@ -221,7 +222,10 @@ def _table_of(figures: Figures, columns: Sequence[Column], without: Sequence[str
 
 
 def _ranking(measure: str, measured: Sequence[tuple[Column, dict[str, float]]]) -> dict[str, float]:
-    """The values that order the lines: those of the last column with the measure's own figure."""
+    """Return the values that order the lines, by way.
+
+    They are those of the last column with the measure's own figure.
+    """
     figure = MEASURES[measure].figure
     ranking: dict[str, float] = {}
     for column, values in measured:
@@ -248,7 +252,7 @@ def _head(figures: Figures, column: Column) -> str:
 
 
 def _rows(figures: Figures, measure: str, size: str) -> list[Row]:
-    """The rows of a measure at a size, without those of ways that failed."""
+    """Return the rows of a measure at a size, without those of ways that failed."""
     rows = []
     for row in figures["rows"]:
         if (row["measure"], row["size"]) == (measure, size) and "error" not in row:

@@ -1,5 +1,4 @@
-"""Peak memory of the host and of the device: in two background saves of a run, and in a load of a
-model.
+"""Peak memory of the host and of the device, in two background saves, and in a load of a model.
 
 The first save allocates memory that the second one reuses. Each way of saving has a process of its
 own.
@@ -10,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,13 @@ from scripts.bench.stall import make_training
 
 TITLE = "memory at its peak: two saves in the background, and a load onto the device"
 LOADS = ("ours", "safetensors", "safetensors, prefetch", "from_pretrained")
-_BETWEEN_LOOKS_SECONDS = 0.01
+_PERIOD_SECONDS = 0.01
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to save `size_bytes` of weights and moments, and to load the weights, a
-    third of them.
+    """Measure each way to save `size_bytes` of weights and moments, and to load the weights.
+
+    The weights are a third of these bytes.
     """
     saves = list(setting.chosen(installed_backgrounds()))
     loads = list(setting.chosen({name: LOADERS[name] for name in LOADS if name in LOADERS}))
@@ -48,18 +49,17 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
     return rows
 
 
-def grown(setting: Setting, size_bytes: int, kind: str, names: list[str]) -> list[Row]:
-    """In the child: the rows of these ways."""
-    if kind == "save":
-        return [
-            _attempt(f"save: {name}", lambda name=name: _save_twice(setting, size_bytes, name))
-            for name in names
-        ]
-    subject = make_subject(size_bytes // 3)
-    return [
-        _attempt(f"load: {name}", lambda name=name: _load_once(setting, subject, LOADERS[name]))
-        for name in names
-    ]
+def measure_in_child(setting: Setting, size_bytes: int, kind: str, names: list[str]) -> list[Row]:
+    """Measure these ways to "save" or to "load", in the child."""
+    rows = []
+    subject = make_subject(size_bytes // 3) if kind == "load" else None
+    for name in names:
+        if subject is None:
+            action = partial(_save_twice, setting, size_bytes, name)
+        else:
+            action = partial(_load_once, setting, subject, LOADERS[name])
+        rows.append(_attempt(f"{kind}: {name}", action))
+    return rows
 
 
 def _attempt(way: str, action: Callable[[], Row]) -> Row:
@@ -78,7 +78,7 @@ def _save_twice(setting: Setting, size_bytes: int, name: str) -> Row:
     training.optimizer.step()  # makes the moments
     training.optimizer.zero_grad()
     saver = installed_backgrounds()[name](training)
-    with _watching() as row:
+    with _watched_memory() as row:
         for _ in range(2):
             _finish_save(saver, setting.folder / "target")
     saver.close()
@@ -96,7 +96,7 @@ def _load_once(setting: Setting, subject: Subject, loader: Loader) -> Row:
     if not folder.exists():
         SAVERS[loader.saved_by](subject, folder)
     loader.load(folder, subject)  # what libraries start and keep is not part of a load
-    with _watching() as row:
+    with _watched_memory() as row:
         loaded = loader.load(folder, subject)
         if ACCELERATOR is not None:
             torch.accelerator.synchronize()
@@ -105,8 +105,8 @@ def _load_once(setting: Setting, subject: Subject, loader: Loader) -> Row:
 
 
 @contextmanager
-def _watching() -> Iterator[Row]:
-    """A row that gets, after the block, the peak growth of memory in use.
+def _watched_memory() -> Iterator[Row]:
+    """Yield a row that has, after the block, the peak growth of memory in use.
 
     For the host that is the decrease of available memory: pinned memory is not always counted for
     its process.
@@ -116,21 +116,21 @@ def _watching() -> Iterator[Row]:
     with suppress(RuntimeError):  # the backend has no memory statistics
         torch.accelerator.reset_peak_memory_stats()
         row["device_bytes"] = -torch.accelerator.memory_allocated()
-    least, done = before, threading.Event()
+    lowest, ended = before, threading.Event()
 
-    def look() -> None:
-        nonlocal least
-        while not done.wait(_BETWEEN_LOOKS_SECONDS):
-            least = min(least, _available_bytes())
+    def watch() -> None:
+        nonlocal lowest
+        while not ended.wait(_PERIOD_SECONDS):
+            lowest = min(lowest, _available_bytes())
 
-    watcher = threading.Thread(target=look)
+    watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         yield row
     finally:
-        done.set()
+        ended.set()
         watcher.join()
-        row["host_bytes"] = before - least
+        row["host_bytes"] = before - lowest
         if "device_bytes" in row:
             row["device_bytes"] += torch.accelerator.max_memory_allocated()
 
@@ -141,4 +141,4 @@ def _available_bytes() -> int:
 
 
 if __name__ == "__main__":
-    as_child("peaks", grown)
+    as_child("peaks", measure_in_child)

@@ -36,7 +36,7 @@ _MANY, _BYTES_OF_ONE = 100_000, 25_000
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for the first rank and the last, of each model."""
+    """Measure the first rank and the last, with each model."""
     rows = []
     for kind in ("llama", "many"):
         for rank in (0, RANKS - 1):
@@ -44,13 +44,15 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
     return rows
 
 
-def planned(setting: Setting, size_bytes: int, kind: str, rank: int) -> list[Row]:
-    """In the child: one rank."""
+def measure_in_child(setting: Setting, size_bytes: int, kind: str, rank: int) -> list[Row]:
+    """Measure one rank, in the child."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
-    many = min(_MANY, size_bytes // _BYTES_OF_ONE)
-    model = _cut_llama(size_bytes // 2) if kind == "llama" else _cut_layers(many, rank)
+    if kind == "llama":
+        model = _cut_llama(size_bytes // 2)
+    else:
+        model = _cut_layers(min(_MANY, size_bytes // _BYTES_OF_ONE), rank)
     rows = [_plan(model, Ranks(rank, RANKS)) for _ in range(setting.rounds + 1)]
     facts = {
         "tensors": sum(1 for _ in model.parameters()),
@@ -70,7 +72,7 @@ def _cut_llama(parameters: int) -> nn.Module:
 
 
 def _cut_layers(count: int, rank: int) -> nn.Module:
-    """`count` weights of a few shapes, sharded as FSDP2 does, which itself would take minutes."""
+    """Make `count` weights of a few shapes, sharded as FSDP2 does; it would take minutes itself."""
     mesh = init_device_mesh("cpu", (RANKS,))
     shapes = [(64, 64), (64, 16), (128, 64), (64, 128), (2048, 2)]
     model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))
@@ -78,9 +80,8 @@ def _cut_layers(count: int, rank: int) -> nn.Module:
         rows, columns = shapes[number % len(shapes)]
         step = -(-rows // RANKS)
         local = torch.zeros(max(0, min(step, rows - rank * step)), columns)
-        cut = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=(rows, columns), stride=(columns, 1)
-        )
+        layout = {"shape": (rows, columns), "stride": (columns, 1)}
+        cut = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **layout)
         layer.weight = nn.Parameter(cut)
     return model
 
@@ -111,7 +112,7 @@ def _result_and_seconds(action: Callable[[], T]) -> tuple[T, float]:
 
 
 def _count_pieces(shares: list[FileWrites], rank: int) -> int:
-    """The number of byte ranges that the rank writes."""
+    """Count the byte ranges that the rank writes."""
     count = 0
     for share in shares:
         for cut in share.all_cuts:
@@ -120,11 +121,11 @@ def _count_pieces(shares: list[FileWrites], rank: int) -> int:
 
 
 def _peak_bytes(model: nn.Module, ranks: Ranks) -> int:
-    """Peak memory of one plan, its result included."""
+    """Measure the peak memory of one plan, its result included."""
     tracemalloc.start()
     _plan(model, ranks)
     return tracemalloc.get_traced_memory()[1]
 
 
 if __name__ == "__main__":
-    as_child("planning", planned)
+    as_child("planning", measure_in_child)

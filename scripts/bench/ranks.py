@@ -1,6 +1,4 @@
-"""A full save under FSDP2 on two ranks, and an adapter-only save: time of all ranks, and peak
-memory of rank 0.
-"""
+"""Saves under FSDP2 on two ranks, of all weights and of an adapter: time and memory of rank 0."""
 
 import os
 import shutil
@@ -40,23 +38,22 @@ Save = Callable[[Path], Any]
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to save all weights, of `size_bytes`."""
+    """Measure each way to save all weights, of `size_bytes`."""
     return in_child("ranks", setting, size_bytes, False, ranks=RANKS)
 
 
 def measure_adapter(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to save the adapter of a model of `size_bytes`."""
+    """Measure each way to save the adapter of a model of `size_bytes`."""
     return in_child("ranks", setting, size_bytes, True, ranks=RANKS)
 
 
-def saved(setting: Setting, size_bytes: int, adapter_only: bool) -> list[Row]:
-    """In each rank: measure all ways."""
+def measure_on_rank(setting: Setting, size_bytes: int, adapter_only: bool) -> list[Row]:
+    """Measure all ways, on each rank."""
     model = make_model(size_bytes // 4, torch.float32)
     tensor_bytes = sum(p.nbytes for p in model.parameters())
     if adapter_only:
-        model = get_peft_model(
-            model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
+        config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, config)
         tensor_bytes = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
     accelerator = make_accelerator()
     # not a model alone
@@ -68,7 +65,7 @@ def saved(setting: Setting, size_bytes: int, adapter_only: bool) -> list[Row]:
 
 
 def make_accelerator() -> Accelerator:
-    """An Accelerator that shards models with FSDP2, on the CPU as well."""
+    """Make an Accelerator that shards models with FSDP2, on the CPU as well."""
     PartialState(cpu=ACCELERATOR is None)
     # it drops the plugin otherwise
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -101,9 +98,7 @@ def _adapter_ways(accelerator: Accelerator, model: nn.Module) -> dict[str, Save]
 
 
 def _gathered(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
-    """As in Accelerate's guide: gather all tensors on rank 0, which writes them, or the adapter
-    among them.
-    """
+    """Gather all tensors on rank 0, which writes them, or their adapter: as Accelerate's guide."""
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(path, state_dict=state)
@@ -112,15 +107,10 @@ def _gathered(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
 
 def _consolidated(model: nn.Module, path: Path) -> None:
     """Write each rank's shards as safetensors, and then one file of them."""
-    state = {
-        name: tensor
-        for name, tensor in get_model_state_dict(model).items()
-        if name != "lm_head.weight"
-    }
-    writer = dcp.HuggingFaceStorageWriter(
-        str(path), save_distributed=True, enable_consolidation=True
-    )
-    dcp.save(state, storage_writer=writer)
+    state = get_model_state_dict(model)
+    state.pop("lm_head.weight", None)
+    options = {"save_distributed": True, "enable_consolidation": True}
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(path), **options))
     if dist.get_rank() == 0:
         sync_tree(path)
 
@@ -129,7 +119,7 @@ def _in_turns(ways: Mapping[str, Save], setting: Setting) -> list[Row]:
     rows_by_way: dict[str, list[Row]] = {name: [] for name in ways}
     for _ in range(setting.rounds + 1):
         for name, save in ways.items():
-            rows_by_way[name].append(_one(setting.folder / "target", save))
+            rows_by_way[name].append(_save(setting.folder / "target", save))
     result = []
     for name, rows in rows_by_way.items():
         peak = max(row["peak_bytes"] for row in rows)
@@ -137,18 +127,19 @@ def _in_turns(ways: Mapping[str, Save], setting: Setting) -> list[Row]:
     return result
 
 
-def _one(target: Path, save: Save) -> Row:
-    """A save that all ranks begin and end together, and that is deleted."""
+def _save(target: Path, save: Save) -> Row:
+    """Save once, and delete the result; all ranks begin and end together."""
     if dist.get_rank() == 0:
         os.sync()
     dist.barrier()
-    took: list[float] = []
+    durations: list[float] = []
 
-    def both() -> None:
-        took.append(seconds(lambda: (save(target), dist.barrier())))
+    def save_on_all() -> None:
+        save(target)
+        dist.barrier()
 
-    peak = peak_bytes(both)
-    row = {"seconds": took[0], "peak_bytes": peak}
+    peak = peak_bytes(lambda: durations.append(seconds(save_on_all)))
+    row = {"seconds": durations[0], "peak_bytes": peak}
     if dist.get_rank() == 0:
         row["disk_bytes"] = bytes_of(target)
         shutil.rmtree(target)
@@ -157,4 +148,4 @@ def _one(target: Path, save: Save) -> Row:
 
 
 if __name__ == "__main__":
-    as_child("ranks", saved)
+    as_child("ranks", measure_on_rank)

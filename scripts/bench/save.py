@@ -1,5 +1,6 @@
-"""A full save until every byte is on the disk; files that a saver does not sync are synced within
-the measured time.
+"""A full save until every byte is on the disk.
+
+Files that a saver does not sync are synced within the measured time.
 """
 
 import shutil
@@ -16,26 +17,22 @@ LIMIT = limits.WRITE
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to save: until it is durable, and until it returned."""
+    """Measure each way to save: until it is durable, and until it returned."""
     subject = make_subject(size_bytes)
     target = setting.folder / "target"
+    savers = installed_savers()
     ways: dict[str, Way] = {
         LIMIT: partial(_limit, target, subject.size_bytes),
         limits.COPY: partial(timed, limits.make_copy(subject.state)),
     }
-    ways |= {
-        name: partial(_save, saver, subject, target) for name, saver in installed_savers().items()
-    }
+    for name, saver in savers.items():
+        ways[name] = partial(_save, saver, subject, target)
     rows = in_turns(ways, setting)
-    savers = installed_savers()
-    return [
-        row | {"tensor_bytes": subject.size_bytes, "syncs": _syncs(savers, row["way"])}
-        for row in rows
-    ]
-
-
-def _syncs(savers: dict[str, Saver], way: str) -> bool:
-    return way not in savers or savers[way].syncs
+    for row in rows:
+        way = row["way"]
+        row["tensor_bytes"] = subject.size_bytes
+        row["syncs"] = way not in savers or savers[way].syncs
+    return rows
 
 
 def _limit(target: Path, size_bytes: int) -> Row:

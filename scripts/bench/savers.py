@@ -1,4 +1,4 @@
-"""How each library saves a model or its state dict to a folder."""
+"""The saves of each library, of a model or of its state dict, to a folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,9 +113,9 @@ def _orbax(subject: Subject, folder: Path) -> None:
     import orbax.checkpoint
 
     with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
-        bits = {
-            name: tensor.cpu().view(torch.int16).numpy() for name, tensor in subject.state.items()
-        }
+        bits = {}
+        for name, tensor in subject.state.items():
+            bits[name] = tensor.cpu().view(torch.int16).numpy()
         checkpointer.save(folder, bits)
 
 
@@ -157,5 +157,5 @@ RUN = Saver("ours, a run", _run, syncs=True, makes_folder=True)
 
 
 def installed_savers() -> dict[str, Saver]:
-    """Those whose library is installed, by name."""
+    """Return the savers whose library is installed, by name."""
     return {name: saver for name, saver in SAVERS.items() if is_installed(saver.module)}

@@ -52,7 +52,7 @@ def show(name: str, size: str, figures: dict[str, Any]) -> None:
 
 
 def ratios_of(name: str, row: Row, rows: Sequence[Row]) -> Row:
-    """Ratios of a row.
+    """Return the ratios of a row.
 
     "of_limit": limit / figure, 1 is as fast; "times_best_peer": best peer / figure.
     """
@@ -74,7 +74,7 @@ def ratios_of(name: str, row: Row, rows: Sequence[Row]) -> Row:
 
 
 def best_peer(name: str, rows: Sequence[Row]) -> str | None:
-    """The way with the least figure that is neither of ft_ckpt nor a limit; None without one."""
+    """Return the way with the least figure, without ft_ckpt and the limits; None without one."""
     figure = MEASURES[name].figure
     peers = {}
     for row in rows:
@@ -85,7 +85,7 @@ def best_peer(name: str, rows: Sequence[Row]) -> str | None:
 
 
 def is_ours(way: str) -> bool:
-    """True for a way of this library."""
+    """Check for a way of ft_ckpt."""
     return way.startswith("ours")
 
 

@@ -1,12 +1,11 @@
-"""Cost of a background save for a training loop: the time of the call, steps that wait, and slower
-steps.
+"""Costs of a background save for a training loop: its call, steps that wait, and slower steps.
 
-A Llama trained with AdamW, whose weights and moments are the state that is saved. A save begins
-after the first step, and steps go on until it has ended. Steps without a save, right before and
-after, say what it cost; a copy of the state in memory is the least that a snapshot can take, if it
-is not hidden. The first save of each library is its own figure, because it allocates memory that
-later ones reuse; beside it, a copy into new memory. Steps go on until the save is on the disk:
-writes that a library leaves to the system slow them down as well.
+A Llama is trained with AdamW, and its weights and moments are saved. A save begins after the first
+step. Steps go on until it is on the disk: writes that a library leaves to the system slow them
+down, too. They are compared with steps without a save, right before and after. A copy of the state
+in memory is the least that a snapshot can take, if it is not hidden. The first save of each library
+is a figure by itself, because it allocates memory that later ones reuse; it is compared with a copy
+into new memory.
 """
 
 import os
@@ -33,9 +32,7 @@ STEP_TO_COPY = 2.5  # a step lasts about so many times as long as the copy
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to save in the background; `size_bytes` of weights and moments
-    together.
-    """
+    """Measure each way to save `size_bytes` of weights and moments in the background."""
     loop = Loop(make_training(size_bytes))
     makers = installed_backgrounds()
     savers: dict[str, Background] = {}
@@ -57,24 +54,23 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
     finally:
         for saver in savers.values():
             saver.close()
-    copy = rows[0]["seconds"]
-    return [
-        row
-        | _shares(row, copy)
-        | {"first_save_seconds": firsts.get(row["way"]), "tensor_bytes": loop.size_bytes}
-        for row in rows
-    ]
+    copy_seconds = rows[0]["seconds"]
+    for row in rows:
+        row |= _shares(row, copy_seconds)
+        row["first_save_seconds"] = firsts.get(row["way"])
+        row["tensor_bytes"] = loop.size_bytes
+    return rows
 
 
 def make_training(size_bytes: int) -> Training:
-    """Weights and both moments in float32, together about `size_bytes`; on a GPU in bf16."""
+    """Make weights and both moments in float32, together about `size_bytes`; on a GPU in bf16."""
     dtype = torch.float32 if ACCELERATOR is None else torch.bfloat16
     model = make_model(size_bytes // (3 * dtype.itemsize), dtype).to(DEVICE)
     return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 
 def _shares(row: Row, copy_seconds: float) -> Row:
-    """Ratios of the stall, and of all time lost, to a copy in memory."""
+    """Return the ratios of the stall, and of all time lost, to a copy in memory."""
     figures = {"stall_of_copy": "seconds", "lost_of_copy": "lost_seconds"}
     return {share: row[figure] / copy_seconds for share, figure in figures.items() if figure in row}
 
@@ -88,12 +84,14 @@ class Loop:
         self.tokens = torch.randint(words, (1, 4), device=DEVICE)
         self.step()  # makes the moments
         tensors = dict(training.model.named_parameters())
-        for at, state in enumerate(training.optimizer.state.values()):
-            tensors |= {f"{at}.{name}": value for name, value in state.items() if value.dim()}
+        for number, state in enumerate(training.optimizer.state.values()):
+            tensors |= {f"{number}.{name}": value for name, value in state.items() if value.dim()}
+
+        def copy_into_new_memory() -> list[torch.Tensor]:
+            return [tensor.detach().to("cpu", copy=True) for tensor in tensors.values()]
+
         self.size_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self.first_copy_seconds = seconds(
-            lambda: [tensor.detach().to("cpu", copy=True) for tensor in tensors.values()]
-        )
+        self.first_copy_seconds = seconds(copy_into_new_memory)
         self.copy: Callable[[], None] = limits.make_copy(tensors)
         self.copy()
         step_seconds = STEP_TO_COPY * seconds(self.copy)
@@ -105,7 +103,7 @@ class Loop:
             self.tokens = torch.randint(words, shape, device=DEVICE)
 
     def step(self, saver: Background | None = None) -> None:
-        """One step; the saver may hold the optimizer back."""
+        """Make a step, in which the saver may let the optimizer wait."""
         self.training.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
         with nullcontext() if saver is None else saver.stepping():
             self.training.optimizer.step()
@@ -113,7 +111,10 @@ class Loop:
 
 
 def _save(loop: Loop, saver: Background, target: Path) -> Row:
-    """The loop with a save; lost is the time above that of the same number of steps without it."""
+    """Train with a save, and compare its steps with those without it.
+
+    "lost_seconds" are above the time of as many steps without a save.
+    """
     waited = saver.waited_seconds
     free = [seconds(loop.step) for _ in range(FREE_STEPS)]
     call = seconds(lambda: saver.save(target))

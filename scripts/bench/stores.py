@@ -1,4 +1,4 @@
-"""Upload and download of one object, beside other clients: time, CPU time, peak memory.
+"""Upload and download of one object by several clients: time, CPU time, peak memory.
 
 FT_CKPT_BENCH_STORE names a folder in a bucket (s3://bucket/bench), for the client of the AWS_
 variables. Each way has a process of its own in every round. If the server is on this machine, it
@@ -34,12 +34,12 @@ _MODULES = {"boto3": "boto3", "s3torchconnector": "s3torchconnector", "torch DCP
 
 
 def measure_upload(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each client that writes."""
+    """Measure each client that writes."""
     return _measure("upload", setting, size_bytes)
 
 
 def measure_download(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each client that reads."""
+    """Measure each client that reads."""
     return _measure("download", setting, size_bytes)
 
 
@@ -58,23 +58,18 @@ def _in_process(once: Setting, direction: str, way: str, size_bytes: int) -> Row
     return in_child("stores", once, direction, way, size_bytes)[0]
 
 
-def transfer(_setting: Setting, direction: str, way: str, size_bytes: int) -> list[Row]:
-    """In the child: one transfer."""
+def measure_in_child(_setting: Setting, direction: str, way: str, size_bytes: int) -> list[Row]:
+    """Measure one transfer, in the child."""
     memory = mmap.mmap(-1, size_bytes)
     for start in range(0, size_bytes, _PART_BYTES):  # map every page before
         memory[start : start + _PART_BYTES] = os.urandom(min(_PART_BYTES, size_bytes - start))
-    action, took = _WAYS[way][direction == "download"], 0.0
-    folder = os.environ[STORE].rstrip("/")
-    run = action(folder, memory)
-    begun = time.process_time()
-
-    def once() -> None:
-        nonlocal took
-        took = seconds(run)
-
-    peak = peak_bytes(once)
-    figures = {"seconds": took, "cpu_seconds": time.process_time() - begun, "peak_bytes": peak}
-    return [figures]
+    make_transfer = _WAYS[way][direction == "download"]
+    transfer = make_transfer(os.environ[STORE].rstrip("/"), memory)
+    durations: list[float] = []
+    cpu_before = time.process_time()
+    peak = peak_bytes(lambda: durations.append(seconds(transfer)))
+    cpu_seconds = time.process_time() - cpu_before
+    return [{"seconds": durations[0], "cpu_seconds": cpu_seconds, "peak_bytes": peak}]
 
 
 # Each takes the folder's URL and the memory, and returns the action to measure
@@ -104,7 +99,7 @@ def _ours_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
 
 def _client(folder: str) -> tuple[Any, str]:
-    """A bare client with the same settings, and the object's name in its bucket."""
+    """Return a bare client with the same settings, and the object's name in its bucket."""
     from ft_ckpt.storage.places.locations import open_store
 
     store: Any = open_store(folder)
@@ -131,9 +126,8 @@ def _obstore_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
     def fetch(number: int, part: memoryview) -> None:
         start = number * _PART_BYTES
-        part[:] = memoryview(obstore.get_range(client, name, start=start, length=len(part))).cast(
-            "B"
-        )
+        data = obstore.get_range(client, name, start=start, length=len(part))
+        part[:] = memoryview(data).cast("B")
 
     def run() -> None:
         with ThreadPoolExecutor(_STREAMS) as pool:
@@ -146,7 +140,7 @@ class _Memory(io.RawIOBase):
     """A file object on this memory."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self.memory, self.at = memoryview(memory), 0
+        self.memory, self.offset = memoryview(memory), 0
 
     def readable(self) -> bool:
         return True
@@ -158,21 +152,21 @@ class _Memory(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self.at
+        return self.offset
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self.at = offset + (0, self.at, len(self.memory))[whence]
-        return self.at
+        self.offset = offset + (0, self.offset, len(self.memory))[whence]
+        return self.offset
 
     def readinto(self, buffer: Any) -> int:
-        data = self.memory[self.at : self.at + len(buffer)]
+        data = self.memory[self.offset : self.offset + len(buffer)]
         buffer[: len(data)] = data
-        self.at += len(data)
+        self.offset += len(data)
         return len(data)
 
     def write(self, data: Any) -> int:
-        self.memory[self.at : self.at + len(data)] = data
-        self.at += len(data)
+        self.memory[self.offset : self.offset + len(data)] = data
+        self.offset += len(data)
         return len(data)
 
 
@@ -260,4 +254,4 @@ _WAYS = {
 
 
 if __name__ == "__main__":
-    as_child("stores", transfer)
+    as_child("stores", measure_in_child)

@@ -1,8 +1,7 @@
-"""A checkpoint that many processes write: how much later it is committed than one of the trainer
-alone.
+"""The commit of a checkpoint that many processes write, and of one of the trainer alone.
 
-The writers are processes on this machine, each with a state of a few tensors that it hands in when
-it is asked.
+The writers are processes on this machine. Each has a state of a few tensors, and writes it when the
+trainer saves.
 """
 
 import os
@@ -24,15 +23,15 @@ _STATE_BYTES = 100_000  # of each writer
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each number of writers, beside one trainer."""
+    """Measure each number of writers, with one trainer."""
     rows = []
     for count in COUNTS:
         rows += in_child("writers", setting, size_bytes, count)
     return rows
 
 
-def committed(setting: Setting, size_bytes: int, count: int) -> list[Row]:
-    """In the child: the trainer, which forks the writers before it has threads."""
+def measure_in_child(setting: Setting, size_bytes: int, count: int) -> list[Row]:
+    """Measure the trainer, in the child, which forks the writers before it has threads."""
     run = setting.folder / f"run-{count}"
     writers = [_start_writer(run, index) for index in range(count)]
     try:
@@ -50,9 +49,7 @@ def committed(setting: Setting, size_bytes: int, count: int) -> list[Row]:
 
 
 def _save(saver: CheckpointSaver, run: Path, step: int) -> Row:
-    """One save; the checkpoint before it is deleted afterwards, because disks need a second to
-    delete a gigabyte.
-    """
+    """Save once, and delete the checkpoint before it: disks need a second for a gigabyte."""
     saver.step(step=step)
     row = {"seconds": seconds(lambda: saver.save_state())}
     shutil.rmtree(run / f"checkpoint-{step - 1}", ignore_errors=True)
@@ -78,4 +75,4 @@ def _await_all(run: Path, count: int) -> None:
 
 
 if __name__ == "__main__":
-    as_child("writers", committed)
+    as_child("writers", measure_in_child)

@@ -93,8 +93,9 @@ class Nested(Small):
         state["numbers"][0.5][0] += 1
         sign = -0.1 if state["flags"][0] else 1.0
         scale = float(state["numbers"]["scale"]) * state["numbers"][0.5][0]
-        recent: Tensor = sum(state["recent"])
-        return moments["fast"] * sign + moments["slow"]["exact"] * scale + recent
+        slow = moments["slow"]["exact"] * scale
+        change: Tensor = moments["fast"] * sign + slow + sum(state["recent"])
+        return change
 
 
 class Settings(Small):

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from places import ROOT
 
-from scripts.planted import ROOMS, Fault, StaleFaultError, failed_tests, read_faults
+from scripts.planted import FOLDER, Fault, StaleFaultError, failed_tests, read_faults
 
 FAULTS = read_faults()
 
@@ -31,7 +31,7 @@ def test_faults_have_different_ids_and_name_tests_that_exist():
     assert [
         path for path in sorted(paths) if path.startswith("tests/") and not (ROOT / path).exists()
     ] == []
-    assert {path.suffix for path in ROOMS.iterdir()} == {".toml"}
+    assert {path.suffix for path in FOLDER.iterdir()} == {".toml"}
 
 
 def test_a_fault_whose_text_has_changed_is_refused_and_leaves_the_file(tmp_path):

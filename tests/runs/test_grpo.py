@@ -66,7 +66,7 @@ def steps_of(folder: Path) -> dict[int, dict[str, object]]:
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[dict[int, dict[str, object]], float]:
-    """The steps of a run that nobody killed, and how long it took."""
+    """Return the steps of a run that was not killed, and its seconds."""
     folder, begun = tmp_path_factory.mktemp("grpo") / "run", time.monotonic()
     assert live(folder, WORDS) == 0, (folder.parent / "log").read_text()
     return steps_of(folder), time.monotonic() - begun
