@@ -132,13 +132,14 @@ def _piece(path: str, changes: Mapping[str, list[_Change]], start: int, stop: in
 
 @dataclass(frozen=True)
 class Changes:
-    """The changed elements of a tensor.
+    """The changed elements of a tensor, which starts at byte `start` of the rebuilt file.
 
-    The elements are given by their offsets in the rebuilt file, ascending, and their bytes, one row
-    per element.
+    `positions` are flat and ascending, `rows` the bytes of each element. Both are views of the
+    content of one file of the delta.
     """
 
-    offsets: Any
+    start: int
+    positions: Any
     rows: Any
 
 
@@ -164,12 +165,12 @@ class DeltaPiece:
 
         Raises CorruptError for unknown tensors and for positions outside of the tensor.
         """
-        content = read_range(self.file, 0, self.file.size_bytes)
+        content = memoryview(read_range(self.file, 0, self.file.size_bytes))
         endings = [name for name in self.header.tensors if name.endswith(".indices")]
         names = sorted(name.removesuffix(".indices") for name in endings)
         return [self._changes_of(name, tensors.get(name), content) for name in names]
 
-    def _changes_of(self, name: str, entry: HeaderEntry | None, content: bytes) -> Changes:
+    def _changes_of(self, name: str, entry: HeaderEntry | None, content: memoryview) -> Changes:
         indices = self.header.tensors[f"{name}.indices"]
         values = self.header.tensors.get(f"{name}.values")
         are_positions = indices.dtype in ("int32", "int64") and len(indices.shape) == 1
@@ -179,8 +180,7 @@ class DeltaPiece:
             raise self._unknown_tensor(name)
         width = ITEM_BYTES[entry.dtype]
         index = "<i4" if indices.dtype == "int32" else "<i8"
-        stored = np.frombuffer(content[indices.start : indices.end], index)
-        positions = stored.astype(np.int64)
+        positions = np.frombuffer(content[indices.start : indices.end], index)
         numel = (entry.end - entry.start) // width
         is_inside = not positions.size or (positions[0] >= 0 and positions[-1] < numel)
         if not is_inside or bool((positions[1:] <= positions[:-1]).any()):
@@ -188,7 +188,7 @@ class DeltaPiece:
                 f"{self.file.where}: {name}: positions that are not ascending, or outside of it"
             )
         rows = np.frombuffer(content[values.start : values.end], np.uint8).reshape(-1, width)
-        return Changes(entry.start + positions * width, rows)
+        return Changes(entry.start, positions, rows)
 
     def _unknown_tensor(self, name: str) -> CorruptError:
         return CorruptError(

@@ -45,6 +45,7 @@ CHECKPOINT_NAME = "checkpoint.json"
 # an empty file that `mark_staged` puts into a checkpoint
 STAGED_NAME = f"{PREFIX}staged"
 _MAX_LOADED_PIECES = 3  # files of a delta in memory, for each rebuilt file
+_APPLIED_ELEMENTS = 64 << 10  # changed at once
 _REPAIR = "publish an anchor (`ft-ckpt publish CHECKPOINT CHAIN --delta --anchor-every 1`)"
 
 
@@ -308,11 +309,18 @@ class _RebuiltFile:
 def _apply(changes: Changes, target: Any, start: int) -> None:
     """Write changed elements into `target`, the bytes of the rebuilt file from `start` on."""
     width = changes.rows.shape[1]
-    low, high = np.searchsorted(changes.offsets, (start - width + 1, start + len(target)))
-    for byte in range(width):  # an element may cross an end of the range
-        positions = changes.offsets[low:high] + (byte - start)
-        inside = (positions >= 0) & (positions < len(target))
-        target[positions[inside]] = changes.rows[low:high, byte][inside]
+    ahead = start - changes.start  # of the tensor's bytes, before the target
+    # the elements in the target, whole or in part
+    ends = np.array([ahead // width, -(-(ahead + len(target)) // width)])
+    ends = ends.clip(0, np.iinfo(changes.positions.dtype).max).astype(changes.positions.dtype)
+    low, high = np.searchsorted(changes.positions, ends)
+    for first in range(low, high, _APPLIED_ELEMENTS):
+        part = slice(first, min(first + _APPLIED_ELEMENTS, high))
+        offsets = changes.positions[part].astype(np.int64) * width - ahead
+        for byte in range(width):  # an element may cross an end of the target
+            places = offsets + byte
+            inside = (places >= 0) & (places < len(target))
+            target[places[inside]] = changes.rows[part, byte][inside]
 
 
 def _head_of(file: Readable) -> bytes:
