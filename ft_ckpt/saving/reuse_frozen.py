@@ -3,20 +3,23 @@
 Frozen tensors go into files of their own. Before such a file is written, each rank digests the
 bytes that it would write. If an earlier checkpoint, of any run, has a file with that digest, it is
 hard-linked instead, or copied by the object store. If neither is possible, the file is written.
+Most file systems limit the links of a file; at the limit the file is copied by rank 0, and later
+checkpoints link to the copy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 
 from ft_ckpt.checkpoint.catalog import EarlierCheckpoint, earlier_checkpoints
 from ft_ckpt.checkpoint.commit import Staging
-from ft_ckpt.errors import CorruptError, TargetError, explained
+from ft_ckpt.errors import CorruptError, explained
 from ft_ckpt.ranks import Ranks, Values
 from ft_ckpt.saving.planning import FileWrites, PartPlan, SavePlan, divide_files
 from ft_ckpt.saving.regions import SourceView, digest_own_bytes
 from ft_ckpt.storage import Store, etag_of
 from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
+from ft_ckpt.storage.places import copy_object
 
 _MAX_EARLIER = 3  # checkpoints to search, newest first: several models may be saved in turns
 _LINK = ".ft_ckpt-frozen-"  # prefix of the names of candidates in the staging
@@ -61,8 +64,7 @@ def reuse_files(
 ) -> ReusedFiles:
     """Link the planned frozen files that equal one of the `offers`, instead of writing them.
 
-    `store` is the staging on rank 0, None on other ranks. Collective if there are offers. Raises
-    TargetError if a file cannot be linked.
+    `store` is the staging on rank 0, None on other ranks. Collective if there are offers.
     """
     if not offers:
         return ReusedFiles()
@@ -130,10 +132,9 @@ def equal_files(
 def place_equal_files(
     frozen: Sequence[FileWrites], equal: Mapping[str, str], store: Store
 ) -> list[FileRecord]:
-    """Link the files in `equal` to their paths, on rank 0, and return their records.
+    """Link or copy the files in `equal` to their paths, on rank 0, and return their records.
 
-    `equal` has the digest of each such file by path. The other candidates are deleted. Raises
-    TargetError if a file cannot be linked.
+    `equal` has the digest of each such file by path. The other candidates are deleted.
     """
     records = []
     for planned in frozen:
@@ -141,16 +142,16 @@ def place_equal_files(
         if path not in equal:
             continue
         digest = equal[path]
-        if not store.copy(_candidate_name(digest), path):
-            raise TargetError(
-                f"{store.where(path)}: cannot be linked; set reuse_frozen='off' and save again"
-            )
+        is_linked = store.copy(_candidate_name(digest), path)
+        if not is_linked:  # the candidate was the last link that the file system allows
+            with closing(store.open(_candidate_name(digest))) as candidate:
+                copy_object(candidate, store, path)
         if _is_of_one_writer(digest):
             planned = planned.by_one(0)
         size_bytes, etag = planned.file.layout.size_bytes, etag_of(store, path)
         records.append(
             FileRecord(
-                path, size_bytes, digest, planned.all_cuts, planned.ranks, linked=True, etag=etag
+                path, size_bytes, digest, planned.all_cuts, planned.ranks, is_linked, etag
             )
         )
     names = [stored.name for stored in store.list_folder().objects]

@@ -436,6 +436,29 @@ def test_an_unfinished_file_goes_after_a_day(run):
     assert [draft.exists() for draft in drafts] == [False, True]
 
 
+def test_the_draft_of_a_killed_sweep_goes_after_a_day(run, tmp_path_factory):
+    """Of one that was killed at the rename of a tombstone or a manifest in a checkpoint."""
+    keep, found = Keep(last=5, state=Keep(last=4)), 0
+
+    def trial(world):
+        nonlocal found
+        folder = tmp_path_factory.mktemp("run") / "run"
+        shutil.copytree(run, folder)
+        world.run(prune_run, open_place(folder), keep)
+        drafts = sorted(folder.glob("checkpoint-*/.ft_ckpt-*.draft"))
+        found += len(drafts)
+        if drafts:
+            prune_run(open_place(folder), Keep(last=5))
+            assert all(draft.exists() for draft in drafts), "its writer may be alive"
+        for draft in drafts:
+            os.utime(draft, (0, 0))
+        prune_run(open_place(folder), Keep(last=5))
+        assert not any(draft.exists() for draft in drafts)
+
+    try_worlds(trial, Disk("killed"))
+    assert found >= 2
+
+
 def test_a_spoilt_tombstone_is_named_and_left(run):
     shutil.copytree(run / "checkpoint-8", run / "checkpoint-1")
     (run / "checkpoint-1" / MANIFEST_NAME).rename(run / "checkpoint-1" / TOMBSTONE)

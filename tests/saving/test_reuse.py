@@ -280,6 +280,28 @@ def test_written_where_there_are_no_links(model, tmp_path, monkeypatch, code):
     assert verify(path).ok
 
 
+@pytest.mark.parametrize("limit", [2, 3])
+def test_copied_at_the_limit_of_links(model, tmp_path, monkeypatch, limit):
+    """As on GlusterFS after 100 checkpoints: a save goes on, and the next ones link to the copy."""
+    link = os.link
+
+    def limited(origin, goal, **options):
+        if os.stat(origin).st_nlink >= limit:
+            raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
+        link(origin, goal, **options)
+
+    monkeypatch.setattr(os, "link", limited)
+    links = []
+    with CheckpointSaver(None, tmp_path, reuse_frozen="on") as saver:
+        for number in range(1, 7):
+            step(model)
+            path = saver.save(model, step=number).path
+            assert_is(path, model, tmp_path)
+            links.append(read_manifest(open_place(path)).files)
+    linked = [next(each.linked for each in files if each.path == FROZEN) for files in links]
+    assert sum(linked) == (0 if limit == 2 else 3)
+
+
 def damage(file):
     content = bytearray(file.read_bytes())
     content[-3] ^= 1

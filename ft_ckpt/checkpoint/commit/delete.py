@@ -42,7 +42,7 @@ from ft_ckpt.storage import (
     read_text,
     walk_tree,
 )
-from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.local import LocalStore, clear_old_drafts
 from ft_ckpt.storage.places import Place
 
 STATE = "state"  # kind of the parts that hold a training state
@@ -144,6 +144,19 @@ def unfinished_deletions(root: Path) -> list[Path]:
         if _name_of_gone(path) or (path / TOMBSTONE).is_file():
             unfinished.append(path)
     return unfinished
+
+
+def clear_checkpoint_drafts(root: Path) -> None:
+    """Delete the old drafts in the checkpoints of `root`.
+
+    Their writers were killed: a sweep that took a training state away, or whoever wrote a pin, a
+    metric or a signature.
+    """
+    for path in folder_entries(root):
+        # a checkpoint that cannot be read now is an error of the survey
+        with contextlib.suppress(CheckpointError, OSError):
+            if not path.is_symlink() and (path / MANIFEST_NAME).is_file():
+                clear_old_drafts(path)
 
 
 def deletion_guards(path: Path) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from ft_ckpt.checkpoint.commit.bucket_delete import (
 )
 from ft_ckpt.checkpoint.commit.delete import (
     Removal,
+    clear_checkpoint_drafts,
     delete_checkpoint,
     delete_state,
     deletion_guards,
@@ -63,6 +64,11 @@ class LocalRun:
             yield is_locked is not False
 
     def unfinished(self) -> list[RemovalStep]:
+        """Return a step for each folder whose deletion was interrupted.
+
+        Old drafts in the folders of checkpoints are deleted first.
+        """
+        clear_checkpoint_drafts(self.root)
         return [(path, partial(finish_deletion, path)) for path in unfinished_deletions(self.root)]
 
     def drop(self, location: Path | str) -> Removal:
