@@ -83,8 +83,9 @@ class JobQueue:
                 else:
                     future.set_result(result)
 
-            self._last = threading.Thread(target=run, name=name, daemon=True)
-            self._last.start()
+            thread = threading.Thread(target=run, name=name, daemon=True)
+            thread.start()  # raises RuntimeError at the system's limit of threads
+            self._last = thread
         return future
 
     def join(self, seconds: float | None = None) -> bool:

@@ -15,7 +15,7 @@ from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.errors import NoSpaceError, explained
 from ft_ckpt.formats import TensorRecord, format_by_suffix, format_named
 from ft_ckpt.formats.safetensors import link_second_names
-from ft_ckpt.messages import LOG
+from ft_ckpt.messages import LOG, warn
 from ft_ckpt.model.tensors import Part
 from ft_ckpt.ranks import Values
 from ft_ckpt.saving.agree import AgreedSave
@@ -86,8 +86,18 @@ def commit_files(
 
 
 def follow_up(request: SaveRequest, report: SaveReport) -> SaveReport:
-    """Run what the request wants after the commit, such as pruning; return the final report."""
-    return report if request.follow_up is None else request.follow_up(report)
+    """Run what the request wants after the commit, such as pruning; return the final report.
+
+    An error of it is a warning, because the checkpoint is there, and the other ranks go on.
+    """
+    if request.follow_up is None:
+        return report
+    try:
+        return request.follow_up(report)
+    except Exception as error:  # noqa: BLE001 - of pruning, uploads and pushes, of any kind
+        problem = f"{type(error).__name__}: {error}"
+        warn(f"{report.path}: saved, but not all that follows a save was done: {problem}")
+        return report
 
 
 def _commit(

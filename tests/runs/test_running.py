@@ -1,9 +1,11 @@
 """When a run saves by itself, what it does on a full disk, and how ranks decide together."""
 
+import errno
 import os
 import re
 import shutil
 import signal
+import threading
 import time
 from decimal import Decimal
 from functools import partial
@@ -14,14 +16,16 @@ import pytest
 import torch
 from launch import run_and_signal
 from on_ranks import RANK, on_ranks
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training import QUIET, learn, network, prepared, rows, train
 from wrappers import WRAPPERS
 
-from ft_ckpt import CheckpointSaver, Every, Keep
+from ft_ckpt import CheckpointSaver, Every, Keep, verify
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import ConfigError, LoadError, NoSpaceError, TargetError
 from ft_ckpt.saving import space
+from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.places import open_place
 
 SHORT = {"enter_timeout_seconds": 30, **QUIET}
@@ -238,11 +242,58 @@ def test_or_a_warning(tmp_path, disk):
     with (
         saver,
         pytest.warns(
-            UserWarning, match="step 18: no checkpoint was made, training goes on: .*full"
+            UserWarning, match="step 18: the save failed, training goes on: .*full"
         ),
     ):
         assert len(train(run, saver)) == 21
     assert folders(tmp_path) == ["checkpoint-6", "checkpoint-12"]
+
+
+def test_an_error_after_the_commit_says_that_the_checkpoint_is_there(tmp_path, monkeypatch):
+    """The disk fails when the new name is synced."""
+    real = local_disk.fsync
+
+    def fail_once_committed(handle):
+        if (tmp_path / "checkpoint-1/ft_ckpt.json").exists():
+            monkeypatch.setattr(local_disk, "fsync", real)
+            raise OSError(errno.EIO, "I/O error")
+        real(handle)
+
+    monkeypatch.setattr(local_disk, "fsync", fail_once_committed)
+    every = Every(steps=1, signals=())
+    with (
+        pytest.warns(UserWarning, match="step 1: the save failed.* checkpoint is in place, but"),
+        CheckpointSaver(directory=tmp_path, every=every, on_failure="warn") as saver,
+    ):
+        saver.register(model=nn.Linear(2, 2))
+        saver.step()
+    assert verify(tmp_path / "checkpoint-1").ok
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_push_that_cannot_begin_does_not_fail_the_save(tmp_path, monkeypatch, background):
+    """At the system's limit of threads; the next save pushes."""
+    real, refused = threading.Thread.start, []
+
+    def start(thread):
+        if thread.name.startswith("ft_ckpt-push") and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    pushes = []
+    with (
+        pytest.warns(UserWarning, match="first: saved, but .*: can't start new thread"),
+        CheckpointSaver(background=background) as saver,
+    ):
+        for name in ("first", "second"):
+            url = f"memory://pushed-{background}/{name}"
+            report = saver.save(nn.Linear(2, 2), tmp_path / name, push_to_hub=url)
+            pushes.append((report.result(60) if background else report).push)
+            assert verify(tmp_path / name).ok
+    assert (len(refused), pushes[0]) == (1, None)
+    assert pushes[1].result(60).is_new
 
 
 def test_or_a_reason_to_delete_first(tmp_path, disk):

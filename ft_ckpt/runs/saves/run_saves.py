@@ -423,7 +423,7 @@ class RunSaves:
             if self.run.config.on_failure == "raise" or isinstance(error, LeaseTakenError):
                 raise
             warn(
-                f"step {self.run.step}: no checkpoint was made, training goes on: {error}",
+                f"step {self.run.step}: the save failed, training goes on: {error}",
             )
             return None
 
