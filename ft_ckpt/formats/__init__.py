@@ -10,7 +10,8 @@
 A format that writes returns the complete layout of a file before the first tensor byte is
 available. Readers describe tensors before they read them, and run nothing of a file. Nothing here
 depends on steps, process groups, models or ft_ckpt's checkpoint folders. Begin at `tensor_format`,
-which says what a format is; `registry` has the table of all formats.
+which says what a format is; `registry` has the table of all formats, `installed` loads those of
+other distributions.
 """
 
 import lazy_loader

@@ -8,7 +8,6 @@ torch.
 
 from functools import cache
 from importlib.metadata import entry_points
-from inspect import isabstract
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -55,25 +54,14 @@ def _formats() -> "dict[str, TensorFormat]":
 def load_installed_formats() -> tuple[str, ...]:
     """Add the formats of installed distributions, and return their names.
 
-    The search takes a while, so call this when no registered format fits. Raises ConfigError for a
-    format that cannot be imported or lacks methods.
+    The search takes a while, so call this when no registered format fits. Raises ConfigError as
+    `load_installed` does.
     """
+    from ft_ckpt.formats.installed import load_installed
+
     names = []
     for entry in entry_points(group=ENTRY_POINTS):
-        try:
-            loaded = entry.load()
-        except ImportError as error:
-            raise ConfigError(
-                f"format {entry.name!r} of {entry.value}: cannot be imported ({error}); install "
-                "what it needs, or remove its distribution"
-            ) from error
-        if isabstract(loaded):
-            missing = ", ".join(sorted(loaded.__abstractmethods__))
-            raise ConfigError(
-                f"format {entry.name!r} of {entry.value}: lacks {missing}; install another version "
-                "of its distribution, or remove it"
-            )
-        tensor_format: TensorFormat = loaded() if isinstance(loaded, type) else loaded
+        tensor_format = load_installed(entry, _formats())
         register_format(tensor_format)
         names.append(tensor_format.name)
     return tuple(names)

@@ -150,9 +150,7 @@ def place_equal_files(
             planned = planned.by_one(0)
         size_bytes, etag = planned.file.layout.size_bytes, etag_of(store, path)
         records.append(
-            FileRecord(
-                path, size_bytes, digest, planned.all_cuts, planned.ranks, is_linked, etag
-            )
+            FileRecord(path, size_bytes, digest, planned.all_cuts, planned.ranks, is_linked, etag)
         )
     names = [stored.name for stored in store.list_folder().objects]
     store.delete([name for name in names if name.startswith(_LINK)])

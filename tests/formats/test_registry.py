@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,13 +90,13 @@ assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 """
 
 
-def distribution(folder: Path, value: str) -> dict[str, str]:
+def distribution(folder: Path, value: str, name: str = "tiny") -> dict[str, str]:
     """The environment of a process in which a distribution with the format is installed."""
     shutil.copy(tiny_format.__file__, folder / "tiny_format.py")
     facts = folder / "tiny_format-1.0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-format\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\ntiny = {value}\n")
+    (facts / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\n{name} = {value}\n")
     paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -119,23 +120,70 @@ def test_the_commands_know_an_installed_format(tmp_path):
     assert torch.equal(ft_ckpt.load(tmp_path / "z.h5", "cpu")["a"], torch.ones(3))
 
 
-def test_a_format_that_cannot_be_imported_is_named(tmp_path):
-    ended = python(
-        "import ft_ckpt; ft_ckpt.CheckpointSaver(format='tiny')",
-        distribution(tmp_path, "not_there:Tiny"),
-    )
-    assert "ConfigError: format 'tiny' of not_there:Tiny: cannot be imported" in ended.stderr
+DERIVED = "from tiny_format import Tiny\nfrom ft_ckpt.formats import CheckpointFormat\n"
+UNFIT = {
+    "cannot be imported": ("import not_there", "cannot be imported .*No module named 'not_there'"),
+    "other code fails": ("1 / 0", "cannot be imported .ZeroDivisionError"),
+    "no such class": ("Tuny = Tiny", "cannot be imported .AttributeError"),
+    "another class": ("class Unfit: pass", "Unfit is not derived from TensorFormat"),
+    "a function": ("def Unfit(): return Tiny()", "Unfit is not derived from TensorFormat"),
+    "no methods": (
+        "class Unfit(CheckpointFormat): name = 'tiny'",
+        "lacks lay_out, open_indexed, recognises;",
+    ),
+    "arguments missing": (
+        "class Unfit(Tiny):\n def lay_out(self, specs, metadata): pass",
+        r"lay_out.self, specs, metadata., expected lay_out.self, specs, metadata, ties.;",
+    ),
+    "an option by another name": (
+        "class Unfit(Tiny):\n def open_indexed(self, file, check=False): pass",
+        "open_indexed.self, file, check=False., expected open_indexed.self, file, verify=False.;",
+    ),
+    "no method": ("class Unfit(Tiny): open = None", "open is a NoneType, expected a method"),
+    "with arguments": (
+        "class Unfit(Tiny):\n def __init__(self, level): pass",
+        "cannot be made without arguments .TypeError",
+    ),
+    "another name": ("class Unfit(Tiny): name = 'small'", "name='small', expected the name of"),
+    "no name": ("class Unfit(Tiny): name = None", "name=None, expected the name of the entry"),
+    "suffixes": ("class Unfit(Tiny): suffixes = '.tiny'", "suffixes='.tiny', expected a tuple"),
+    "no suffixes": ("class Unfit(Tiny): suffixes = ()", "no suffixes, expected .*'.tiny'"),
+}
 
 
-def test_a_format_that_lacks_methods_is_named(tmp_path):
-    env = distribution(tmp_path, "incomplete:Incomplete")
-    (tmp_path / "incomplete.py").write_text(
-        "from ft_ckpt.formats import CheckpointFormat\n"
-        "class Incomplete(CheckpointFormat): name = 'tiny'\n"
-    )
-    ended = python("import ft_ckpt; ft_ckpt.CheckpointSaver(format='tiny')", env)
-    missing = "lacks lay_out, open_indexed, recognises"
-    assert f"ConfigError: format 'tiny' of incomplete:Incomplete: {missing}" in ended.stderr
+@pytest.fixture
+def install_unfit(tmp_path, monkeypatch):
+    """Call it with code: this process then finds a distribution whose format is `Unfit`."""
+    registry.load_installed_formats.cache_clear()
+
+    def install(code, name="tiny"):
+        distribution(tmp_path, "unfit:Unfit", name)
+        (tmp_path / "unfit.py").write_text(f"{DERIVED}{code}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield install
+    sys.modules.pop("unfit", None)
+    registry.load_installed_formats.cache_clear()
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_format_that_does_not_fit_is_named_with_its_distribution(install_unfit, name):
+    code, expected = UNFIT[name]
+    install_unfit(code)
+    with pytest.raises(ConfigError) as caught:
+        CheckpointSaver(format="tiny")
+    error = str(caught.value)
+    start = r"format 'tiny' of tiny-format 1\.0 \(unfit:Unfit\): "
+    assert re.match(f"{start}{expected}", error), error
+    assert re.search(r"remove (it|tiny-format 1\.0)$", error), error
+
+
+def test_an_installed_format_does_not_replace_one_of_ft_ckpt(install_unfit):
+    install_unfit("class Unfit(Tiny): name = 'safetensors'", "safetensors")
+    with pytest.raises(
+        ConfigError, match=r"is that of ft_ckpt\.formats\.safetensors\.safetensors_f"
+    ):
+        CheckpointSaver(format="tiny")
 
 
 def test_a_format_that_is_not_registered_is_refused():

@@ -286,7 +286,7 @@ def test_copied_at_the_limit_of_links(model, tmp_path, monkeypatch, limit):
     link = os.link
 
     def limited(origin, goal, **options):
-        if os.stat(origin).st_nlink >= limit:
+        if origin.stat().st_nlink >= limit:
             raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
         link(origin, goal, **options)
 
