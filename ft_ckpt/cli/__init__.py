@@ -111,9 +111,7 @@ GROUPS = {
         "check-for": Command(
             "engines", "ENGINE FOLDER [OPTIONS]", "List what vLLM or SGLang would misread."
         ),
-        "watch": Command(
-            "watch", "RUN [OPTIONS] -- COMMAND", "Evaluate each new checkpoint of a run."
-        ),
+        "watch": Command("watch", "RUN [OPTIONS] -- COMMAND", "Evaluate each checkpoint of a run."),
     },
 }
 COMMANDS: dict[str, Command] = {}

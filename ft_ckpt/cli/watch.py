@@ -28,10 +28,11 @@ class _CommandError(CheckpointError):
 
 def add_watch(parser: ArgumentParser) -> None:
     parser.description = (
-        "Run COMMAND once on each new checkpoint of RUN. The last line of its output, a number or "
-        "a JSON object of numbers, is stored as metrics of the checkpoint, which ls, best and "
-        "prune use. Checkpoints that have the metric are skipped. The command runs until SIGINT or "
-        "SIGTERM."
+        "Run COMMAND on each checkpoint of RUN that lacks the metric, oldest first, and then on "
+        "each new one when it is committed. The last line of its output, a number or a JSON object "
+        "of numbers, is stored as metrics of the checkpoint, which ls, best and prune use. If "
+        "COMMAND fails, the checkpoint is skipped until the next start of ft-ckpt watch. ft-ckpt "
+        "watch ends on SIGINT or SIGTERM, after --idle, or if COMMAND cannot be started."
     )
     parser.add_argument("run_folder", metavar="RUN", help="Folder or URL of the run.")
     parser.add_argument(

@@ -1,6 +1,8 @@
 """Reads pickles of other programs by a table of the globals that they may name.
 
-Nothing else is looked up or run.
+`unpickle` calls classes and functions of its table only, with arguments from the pickle. It imports
+no global, and refuses a pickle that names another. `OpaqueObject.unpickle(trust=True)` is the
+exception: it runs what the pickle says.
 
 `unpickle` reads bare pickles: the metadata of torch.distributed.checkpoint, leaves of Cerebras
 files. Torch files are read by `torch.load`, which gets values and stand-ins of this module.
