@@ -1,7 +1,7 @@
-"""A copy of a committed checkpoint.
+"""Copies a committed checkpoint from one store to another.
 
-Nothing here talks to the Hub. Begin at `store_copies`; `identity` tells whether two copies are the
-same, `pull_cache` keeps pulled ones.
+Nothing here talks to the Hub. Begin at `store_copies`. `identity` finds out whether two copies are
+the same, and `pull_cache` keeps pulled copies.
 """
 
 import lazy_loader

@@ -11,6 +11,7 @@ from ft_ckpt.storage.places import Place
 
 
 def content_key(file: FileRecord) -> tuple[str, int]:
+    """Return a value that is equal for files with the same bytes."""
     return file.digest, file.size_bytes
 
 
@@ -20,19 +21,29 @@ def is_same_copy(stored: Manifest | None, manifest: Manifest) -> bool:
 
 
 class Relation(Enum):
-    """What the checkpoint of a name at the destination is to that of the source."""
+    """How the checkpoint at the destination relates to the source's checkpoint of the same name.
 
-    ABSENT = auto()  # there is none
-    SAME = auto()  # a copy
-    WITH_STATE = auto()  # a copy that still has the training state, which the source has deleted
-    WITHOUT_STATE = auto()  # a copy without the training state
-    OLDER = auto()  # an older save of the same run
-    NEWER = auto()  # a newer save of the same run
-    OTHER = auto()  # of another run, or at the same time
+    Attributes:
+        ABSENT: The destination has none.
+        SAME: It is a copy.
+        WITH_STATE: It is a copy with the training state, which the source has deleted.
+        WITHOUT_STATE: It is a copy without the training state.
+        OLDER: It is an older save of the same run.
+        NEWER: It is a newer save of the same run.
+        OTHER: It is of another run, or was saved at the same time.
+    """
+
+    ABSENT = auto()
+    SAME = auto()
+    WITH_STATE = auto()
+    WITHOUT_STATE = auto()
+    OLDER = auto()
+    NEWER = auto()
+    OTHER = auto()
 
 
 def relation_of(stored: Manifest | None, manifest: Manifest) -> Relation:
-    """Tell what the checkpoint with the manifest `stored` is to that with `manifest`."""
+    """Return how the checkpoint with the manifest `stored` relates to that with `manifest`."""
     if stored is None:
         return Relation.ABSENT
     if is_same_copy(stored, manifest):
@@ -50,30 +61,30 @@ def relation_of(stored: Manifest | None, manifest: Manifest) -> Relation:
 
 
 def manifest_at(place: Place) -> Manifest | None:
-    """Read the manifest of the checkpoint at `place`; return None if none is readable."""
+    """Read the manifest of the checkpoint at `place`. Returns None if none is readable."""
     with suppress(ManifestError):
         return load_manifest(place.folder)
     return None
 
 
-def is_there(goal: Place, manifest: Manifest) -> bool:
-    """Check whether the checkpoint of this manifest is at `goal`, with all files at their sizes."""
-    if not is_same_copy(manifest_at(goal), manifest):
+def is_there(place: Place, manifest: Manifest) -> bool:
+    """Check whether the checkpoint of this manifest is at `place`, with the sizes of all files."""
+    if not is_same_copy(manifest_at(place), manifest):
         return False
-    sizes = {stored.name: stored.size_bytes for stored in goal.folder.list()}
+    sizes = {stored.name: stored.size_bytes for stored in place.folder.list()}
     return all(sizes.get(file.path) == file.size_bytes for file in manifest.files)
 
 
-def refuse_occupied(goal: Place) -> None:
-    """Raise NameTakenError if a file, a checkpoint or a folder with content is at `goal`."""
-    if goal.is_object or manifest_at(goal) is not None:
+def refuse_occupied(place: Place) -> None:
+    """Raise NameTakenError if a file, a checkpoint or a folder with content is at `place`."""
+    if place.is_object or manifest_at(place) is not None:
         raise NameTakenError(
-            f"{goal}: exists already; choose another place, or overwrite=True (--force)"
+            f"{place}: exists already; choose another place, or overwrite=True (--force)"
         )
-    if not goal.is_local:
+    if not place.is_local:
         return
-    listed = goal.folder.list_folder()
+    listed = place.folder.list_folder()
     if listed.folders or listed.objects:
         raise NameTakenError(
-            f"{goal}: not empty; choose another place, or overwrite=True (--force)"
+            f"{place}: not empty; choose another place, or overwrite=True (--force)"
         )

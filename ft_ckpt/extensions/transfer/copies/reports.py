@@ -1,4 +1,4 @@
-"""Reports of transfers."""
+"""Defines the reports of copy, push, pull and sync."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ class TransferReport:
     path: Path | str
     """The checkpoint: a path, or a URL."""
     files: tuple[str, ...]
-    """Paths of its files, relative to its folder."""
+    """Paths of the files, relative to the checkpoint's folder."""
     bytes: int
     """Size of the files, in bytes."""
     seconds: float
-    """Duration."""
+    """Duration of the transfer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,15 @@ class CopyReport(TransferReport):
     source: Path | str
     """The checkpoint that was copied: a path, or a URL."""
     is_new: bool
-    """False when the same checkpoint was there already."""
+    """False if the same checkpoint was there already."""
     sent_bytes: int
-    """Of the bytes, those that this process read and wrote."""
+    """How many of the bytes this process read and wrote."""
     reused: tuple[str, ...] = ()
     """Files taken from another checkpoint at the destination."""
 
 
 def new_copy_report(path: Path | str, source: Path | str, manifest: Manifest) -> CopyReport:
-    """Make the report of a copy that has sent all files, without its duration."""
+    """Return the report of a copy that has sent all files, without its duration."""
     size_bytes = sum(file.size_bytes for file in manifest.files)
     return CopyReport(
         path=path,
@@ -60,16 +60,16 @@ class PushReport(TransferReport):
     url: str
     """The destination, as `pull` takes it."""
     repo_id: str
-    """The repository; "" in a bucket."""
+    """The repository, or "" in a bucket."""
     oid: str
-    """The commit; in a bucket the digest of the manifest of `path`."""
+    """The commit. In a bucket, the digest of the manifest of `path`."""
     commit_url: str
-    """URL of the commit, or of the manifest in a bucket."""
+    """URL of the commit. In a bucket, the URL of the manifest."""
     is_new: bool
-    """Whether a commit was made; False if the destination had all files."""
+    """Whether a commit was made. False if the destination had all files."""
     files: tuple[str, ...]
-    """Paths of the pushed files in the repository; in a bucket, relative to the checkpoint, without
-    the manifest.
+    """Paths of the pushed files in the repository. In a bucket, they are relative to the
+    checkpoint, and the manifest is not among them.
     """
     deleted: tuple[str, ...] = ()
     """Paths of files of older checkpoints that were deleted with the same commit."""
@@ -86,9 +86,9 @@ class PullReport(TransferReport):
     url: str
     """The source."""
     oid: str
-    """The commit; of a bucket the digest of the manifest."""
+    """The commit. In a bucket, the digest of the manifest."""
     verified: bool
-    """Whether there was a manifest; then all files agree with it."""
+    """Whether there was a manifest. If so, all files have the digests in it."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class SyncReport:
     """
 
     missing: tuple[str, ...]
-    """Checkpoints that the destination lacked or had in part, or from an older save of the same
-    name; newest first.
+    """Checkpoints that the destination lacked, had in part, or had from an older save under the
+    same name. The newest is first.
     """
     present: tuple[str, ...]
     """Checkpoints that the destination had."""
     copied: tuple[CopyReport, ...]
-    """Reports of the missing ones that were copied; none in a dry run."""
+    """Reports of the missing checkpoints that were copied. There are none in a dry run."""
     dropped: tuple[str, ...]
     """Checkpoints deleted at the destination, because the source has deleted them."""
     stripped: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Carries the signature of a checkpoint with a copy of it.
+"""Copies the signature of a checkpoint along with the checkpoint.
 
-A signature covers the bytes of the manifest. A copy on a disk gets exactly this manifest. In a
-bucket the manifest differs, because it has the ETags of the objects: there the object
-`marks.SIGNED` keeps the signature and the signed manifest, for later copies to a disk.
+A signature covers the bytes of the manifest. A copy on a disk gets exactly the signed manifest. A
+copy in a bucket has another manifest, because it has the ETags of the objects. There, the object
+`SIGNED` keeps the signature and the signed manifest for later copies to a disk.
 """
 
 import json
@@ -42,7 +42,7 @@ class Signed:
 
     @property
     def manifest(self) -> Manifest | None:
-        """None if the text is not a manifest."""
+        """The parsed text, or None if it is not a manifest."""
         with suppress(ManifestError):
             return parse_manifest(self.text, SIGNED)
         return None
@@ -51,7 +51,7 @@ class Signed:
 def read_signature(store: Store) -> Signed | None:
     """Read the signature of the checkpoint in `store`, without checking it.
 
-    Returns None if there is no signature, and with a warning if it is not text.
+    Returns None if there is no signature. If it is not text, warns and returns None.
     """
     with suppress(MissingError):
         if store.local_folder is not None:
@@ -69,9 +69,9 @@ def read_signature(store: Store) -> Signed | None:
 
 
 def signature_of_copy(checkpoint: OpenCheckpoint, manifest: Manifest) -> Signed | None:
-    """Return the signature of an open checkpoint if it covers what `manifest` lists, else None.
+    """Return the signature of an open checkpoint if it covers exactly what `manifest` lists.
 
-    The signature may cover more files, or be of an older checkpoint.
+    Returns None otherwise. The signature may cover more files, or be of an older checkpoint.
     """
     signed = read_signature(checkpoint.place.folder)
     if signed is None or not is_same_copy(signed.manifest, manifest):
@@ -82,7 +82,7 @@ def signature_of_copy(checkpoint: OpenCheckpoint, manifest: Manifest) -> Signed 
 def put_signature(store: Store, signed: Signed) -> None:
     """Write the signature of the copy in `store`.
 
-    Warns if the copy has another manifest, or writing fails.
+    Warns if the copy has another manifest than the signed one, or if writing fails.
     """
     try:
         if read_signature(store) == signed:

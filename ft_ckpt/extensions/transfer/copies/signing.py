@@ -1,4 +1,4 @@
-"""Signs a committed checkpoint, see `signature`."""
+"""Signs a committed checkpoint."""
 
 import os
 from pathlib import Path
@@ -19,20 +19,24 @@ def sign(
     password: str | None = None,
     provider: str | None = None,
 ) -> Path:
-    """Sign the checkpoint `path`, after comparing digests.
+    """Compare the digests of the checkpoint `path`, and sign it.
 
-    Returns the path of the signature, its file `model.sig`. It covers the manifest and every file
-    that the manifest lists, in the format of OpenSSF's model-signing. Files whose SHA-256 was
-    stored with the save (SaverConfig.digest) are not read: if one is damaged, the signature does
-    not match it, and verification fails. All other files are read and compared with their digests.
-    `key`: the PEM file of a private key (P-256, P-384 or P-521), encrypted with `password` if
-    given. None: Sigstore's keyless signing, which needs a network, and the credentials of the
-    environment or a login at `provider`. An older signature is replaced.
+    Returns the path of the signature, which is the file `model.sig` in the checkpoint. The
+    signature covers the manifest and every file that the manifest lists, in the format of OpenSSF's
+    model-signing. An older signature is replaced.
 
-    Raises NotACheckpointError when nothing is committed there; CorruptError when files differ from
-    the manifest, other files are in the folder, or the checkpoint is replaced meanwhile;
-    ConfigError for a checkpoint in a bucket, an unusable key, or without the library (the extra
-    sign, docs/install.md); TargetError when it cannot be written.
+    Files whose SHA-256 was stored with the save (SaverConfig.digest) are not read. If one is
+    damaged, the signature does not match it, and verification fails. All other files are read and
+    compared with their digests.
+
+    `key`: the PEM file of a private key (P-256, P-384 or P-521), encrypted with `password` if that
+    is given. If it is None, Sigstore's keyless signing is used. This needs a network, and the
+    credentials of the environment or a login at `provider`.
+
+    Raises NotACheckpointError if nothing is committed there. Raises CorruptError if files differ
+    from the manifest, if other files are in the folder, or if the checkpoint is replaced during the
+    call. Raises ConfigError for a checkpoint in a bucket, an unusable key, or without the library
+    (the extra sign, docs/install.md). Raises TargetError if the signature cannot be written.
     """
     place = open_place(path)
     folder = folder_of(place.folder)

@@ -1,7 +1,7 @@
 """The kinds of places that checkpoints are sent to and fetched from.
 
-Nothing here imports a client library. Begin at `endpoints`; `stores` are folders and buckets of
-object stores, `outgoing` selects the files for a repository.
+Nothing here imports a client library. Begin at `endpoints`. `stores` has folders and buckets of
+object stores. `outgoing` selects the files for a repository.
 """
 
 import lazy_loader

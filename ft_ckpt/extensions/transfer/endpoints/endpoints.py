@@ -1,8 +1,9 @@
-"""The kinds of places that checkpoints are sent to and fetched from.
+"""Defines the kinds of places that checkpoints are sent to and fetched from.
 
-Folders and buckets keep a checkpoint as it is; a repository of the Hub gets its weights as a
-commit. Each kind is a class, imported when a place of its kind is first used, because the clients
-are slow to import.
+A place is given as a path, a URL, the name of a Hub repository or a `Place`. Folders and buckets
+keep a checkpoint as it is. A repository of the Hub gets its weights as a commit. Each kind is a
+class. It is imported when a place of its kind is first used, because the clients are slow to
+import.
 """
 
 import os
@@ -29,23 +30,34 @@ _HUB = "ft_ckpt.extensions.transfer.hub.repositories:HubEndpoint"
 
 @dataclass(frozen=True)
 class PushOptions:
-    """How a checkpoint is pushed."""
+    """How a checkpoint is pushed.
+
+    Attributes:
+        revision: The branch of the repository.
+        private: Whether a new repository is private.
+        token: The token for the Hub.
+        state: Whether the training state is pushed as well.
+        base_id: The name of the base model on the Hub.
+        message: The message of the commit.
+        quiet: Whether progress bars are hidden.
+        card: The text of the model card. None keeps the card of the repository.
+    """
 
     revision: str | None = None
     private: bool | None = None
     token: str | None = field(default=None, repr=False)
-    state: bool = False  # push the training state, too
-    base_id: str | None = None  # name of the base on the Hub
+    state: bool = False
+    base_id: str | None = None
     message: str | None = None
-    quiet: bool = False  # no progress bars
-    card: str | None = None  # replaces the card of the repository; None keeps it
+    quiet: bool = False
+    card: str | None = None
 
 
 class Endpoint(ABC):
     """A place that checkpoints are pushed to and pulled from."""
 
     reads_local_files = False
-    """Whether it sends files of this machine only, and no deltas."""
+    """Whether it can send only files on this machine, and no deltas."""
 
     @classmethod
     @abstractmethod
@@ -63,22 +75,24 @@ class Endpoint(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The place as it is shown in messages and reports."""
+        """The URL of the place, as messages and reports show it."""
 
     @abstractmethod
     def push(self, checkpoint: OpenCheckpoint, options: PushOptions) -> PushReport:
-        """Send an open checkpoint, see `pushing.push`."""
+        """Send an open checkpoint; see `pushing.push`."""
 
     @abstractmethod
     def pull(self, folder: Path | None, *, overwrite: bool) -> PullReport:
-        """Fetch the checkpoint into `folder`, or into the cache, see `pushing.pull`."""
+        """Fetch the checkpoint into `folder`, or into the cache if None; see `pushing.pull`."""
 
 
 class CopyEndpoint(Endpoint):
     """A folder or a bucket, which keeps copies of checkpoints."""
 
     is_parent: bool
-    """Whether its name ends in a slash: a checkpoint gets the place of its own name in it."""
+    """Whether it was given with a slash at its end. A checkpoint is then sent into this folder,
+    under its own name.
+    """
 
     @classmethod
     @abstractmethod
@@ -95,8 +109,8 @@ class CopyEndpoint(Endpoint):
         """Return the endpoint `name` in this one."""
 
     @abstractmethod
-    def copy_to(self, goal: "CopyEndpoint", *, overwrite: bool) -> CopyReport:
-        """Copy the checkpoint that is here to `goal`, see `copying.copy`."""
+    def copy_to(self, target: "CopyEndpoint", *, overwrite: bool) -> CopyReport:
+        """Copy the checkpoint at this endpoint to `target`; see `syncing.copy`."""
 
     @abstractmethod
     def receive(
@@ -107,16 +121,18 @@ class CopyEndpoint(Endpoint):
         *,
         overwrite: bool = False,
     ) -> CopyReport:
-        """Write what `manifest` lists of an open checkpoint."""
+        """Write the files of an open checkpoint that `manifest` lists."""
 
-    def goal_for(self, name: str) -> Self:
+    def target_for(self, name: str) -> Self:
         """Return the endpoint to which a checkpoint of this name is sent."""
         return self.within(name) if self.is_parent else self
 
     def push(self, checkpoint: OpenCheckpoint, options: PushOptions) -> PushReport:
-        manifest = checkpoint.manifest if options.state else weights_manifest(checkpoint.manifest)
-        goal = self.goal_for(checkpoint.place.basename)
-        return push_report(checkpoint, goal.receive(checkpoint, manifest, options))
+        manifest = checkpoint.manifest
+        if not options.state:
+            manifest = weights_manifest(manifest)
+        target = self.target_for(checkpoint.place.basename)
+        return push_report(checkpoint, target.receive(checkpoint, manifest, options))
 
 
 def endpoint_of(place: PlaceLike) -> type[Endpoint]:
@@ -124,8 +140,10 @@ def endpoint_of(place: PlaceLike) -> type[Endpoint]:
     is_local = isinstance(place, Place) and place.is_local
     if is_local or is_hub_bucket(place):
         return copy_endpoint_of(place)
-    scheme, mark, _ = str(place).partition("://")
-    if not mark or scheme.lower() == "hf":  # a text without a scheme is the name of a repository
+    scheme, separator, _ = str(place).partition("://")
+    if (
+        not separator or scheme.lower() == "hf"
+    ):  # a text without a scheme is the name of a repository
         kind: type[Endpoint] = load_extension(_HUB)
         return kind
     if is_url(str(place)):
@@ -141,7 +159,7 @@ def copy_endpoint_of(place: PlaceLike) -> type[CopyEndpoint]:
 
 
 def refuse_options(destination: str | Place, options: PushOptions, *, allowed: set[str]) -> None:
-    """Raise ConfigError for options that differ from their defaults, but those `allowed`."""
+    """Raise ConfigError for options that are given and not `allowed`."""
     defaults = PushOptions()
     wrong = []
     for option in fields(options):
@@ -156,7 +174,7 @@ def refuse_options(destination: str | Place, options: PushOptions, *, allowed: s
 
 
 def push_report(checkpoint: OpenCheckpoint, report: CopyReport) -> PushReport:
-    """Make the report of a push from that of the copy of an open checkpoint to a bucket."""
+    """Return the report of a push to a bucket, from the report of the copy."""
     left_out = sorted({file.path for file in checkpoint.manifest.files} - set(report.files))
     if left_out and read_signature(checkpoint.place.folder) is not None:
         left_out.append(f"{SIGNATURE_NAME}, which covers them")
@@ -176,7 +194,7 @@ def push_report(checkpoint: OpenCheckpoint, report: CopyReport) -> PushReport:
 
 
 def pull_report(report: CopyReport, identity: str) -> PullReport:
-    """Make the report of a pull from that of the copy of a checkpoint to a disk."""
+    """Return the report of a pull, from the report of the copy to a disk."""
     return PullReport(
         path=Path(report.path),
         url=str(report.source),

@@ -26,25 +26,34 @@ from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.storage.digests import FileRecord, record_of
 from ft_ckpt.storage.local import LocalStore
 
-_OF_RUNS = {"trainer_state.json"}  # of a Trainer; pushed only with the training state
+# Files of a Trainer, which are pushed only with the training state.
+_STATE_FILES = {"trainer_state.json"}
 _BASE_KEYS = {"base_model_name_or_path", "_name_or_path", "name_or_path"}
 _CONFIG_LIMIT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class OutgoingFiles:
-    """The files of a checkpoint to push."""
+    """The files of a checkpoint to push.
 
-    # by path in the checkpoint: the file, or content sent in its place
+    Attributes:
+        files: The file, or the bytes that are sent in its place, by path in the checkpoint.
+        manifest: The manifest of these files.
+        base_id: The name of the base model on the Hub.
+        notes: Sentences about files that were left out or changed.
+    """
+
     files: Mapping[str, Path | bytes]
-    manifest: Manifest  # of the sent files
-    base_id: str | None  # name of the base on the Hub
+    manifest: Manifest
+    base_id: str | None
     notes: tuple[str, ...]
 
     def content(self, name: str) -> bytes:
-        """Return the content of a small file as it is sent; b"" if it is not sent."""
+        """Return the content of a small file as it is sent, or b"" if it is not sent."""
         file = self.files.get(name, b"")
-        return file if isinstance(file, bytes) else LocalStore(file.parent).read(file.name)
+        if isinstance(file, bytes):
+            return file
+        return LocalStore(file.parent).read(file.name)
 
 
 def refuse_damaged(checkpoint: OpenCheckpoint) -> None:
@@ -59,9 +68,9 @@ def refuse_damaged(checkpoint: OpenCheckpoint) -> None:
 def outgoing_files(
     checkpoint: OpenCheckpoint, *, state: bool, base_id: str | None
 ) -> OutgoingFiles:
-    """Return the files of an open checkpoint to push; with the training state if `state`.
+    """Return the files of an open checkpoint to push, with the training state if `state`.
 
-    `base_id` is the Hub name of the base.
+    `base_id` is the name of the base model on the Hub, if it is known.
     """
     manifest = checkpoint.manifest if state else weights_manifest(checkpoint.manifest)
     sent = [file for file in manifest.files if not is_hidden(file.path)]
@@ -71,16 +80,18 @@ def outgoing_files(
     files: dict[str, Path | bytes] = {}
     records = []
     for file in sent:
-        changed = changed_configs.get(file.path)
-        if changed is None:
+        changed_config = changed_configs.get(file.path)
+        if changed_config is None:
             files[file.path] = checkpoint.folder / file.path
             record = replace(file, linked=False)
         else:
-            files[file.path] = changed.content
-            record = record_of(file.path, changed.content)
+            files[file.path] = changed_config.content
+            record = record_of(file.path, changed_config.content)
         if file.path != CARD_NAME:
             records.append(record)
-    parts = tuple(replace(part, base=_named_base(part.base, base_id)) for part in manifest.parts)
+    parts = tuple(
+        replace(part, base=_without_local_path(part.base, base_id)) for part in manifest.parts
+    )
     manifest = replace(manifest, files=tuple(records), parts=parts)
     files[MANIFEST_NAME] = manifest_to_json(manifest).encode("utf-8")
     notes = _notes_on_left_out(checkpoint, sent)
@@ -103,21 +114,22 @@ def _notes_on_left_out(checkpoint: OpenCheckpoint, sent: Sequence[FileRecord]) -
 def weights_manifest(manifest: Manifest) -> Manifest:
     """Return the manifest without the training state."""
     bare = without_state(manifest)
-    files = tuple(file for file in bare.files if file.path not in _OF_RUNS)
-    # if pulled into its run's folder, retention keeps it
+    files = tuple(file for file in bare.files if file.path not in _STATE_FILES)
+    # A checkpoint without its state is an export: if it is pulled into the folder of its run,
+    # retention rules do not delete it.
     export = manifest.export or bare.parts != manifest.parts
     return replace(bare, files=files, notes=manifest.notes, export=export)
 
 
 def is_hidden(path: str) -> bool:
     """Check whether a component of the path begins with a dot."""
-    return any(step.startswith(".") for step in path.split("/"))
+    return any(component.startswith(".") for component in path.split("/"))
 
 
 def _configs_of(
     checkpoint: OpenCheckpoint, files: Sequence[FileRecord]
 ) -> dict[str, dict[str, Any]]:
-    """Return the config files to send, parsed, by path."""
+    """Return the parsed contents of the config files to send, by path."""
     configs = {}
     for file in files:
         name = PurePosixPath(file.path).name
@@ -132,7 +144,7 @@ def _configs_of(
 
 
 def _base_on_hub(manifest: Manifest, configs: Mapping[str, dict[str, Any]]) -> str | None:
-    """Return the Hub name of the base, from adapter configs and the manifest."""
+    """Return the name of the base on the Hub, if adapter configs or the manifest have it."""
     names = [config.get("base_model_name_or_path") for config in configs.values()]
     names += [part.base.id for part in manifest.parts if part.base is not None]
     for name in names:
@@ -142,6 +154,7 @@ def _base_on_hub(manifest: Manifest, configs: Mapping[str, dict[str, Any]]) -> s
 
 
 def _local_bases(manifest: Manifest) -> set[str]:
+    """Return the bases in the manifest that are local paths."""
     paths = set()
     for part in manifest.parts:
         if part.base and part.base.id and not is_hub_name(part.base.id):
@@ -149,7 +162,8 @@ def _local_bases(manifest: Manifest) -> set[str]:
     return paths
 
 
-def _named_base(base: BaseRecord | None, base_id: str | None) -> BaseRecord | None:
+def _without_local_path(base: BaseRecord | None, base_id: str | None) -> BaseRecord | None:
+    """Replace the name of a base by `base_id` if it is a local path."""
     if base is None or base.id is None or is_hub_name(base.id):
         return base
     return replace(base, id=base_id)
@@ -157,7 +171,9 @@ def _named_base(base: BaseRecord | None, base_id: str | None) -> BaseRecord | No
 
 @dataclass(frozen=True)
 class _ChangedConfig:
-    content: bytes  # without local paths
+    """A config without its local paths, and the changes in words."""
+
+    content: bytes
     changes: str
 
 
@@ -168,39 +184,44 @@ def _changed_configs(
     changed = {}
     for path, config in configs.items():
         changes: list[str] = []
-        config_to_send = _without_places(config, "", local_bases, base_id, changes)
+        config_to_send = _without_local_paths(config, "", local_bases, base_id, changes)
         if changes:
             content = f"{json.dumps(config_to_send, indent=2)}\n".encode()
             changed[path] = _ChangedConfig(content, "; ".join(changes))
     return changed
 
 
-def _without_places(
+def _without_local_paths(
     value: Any, key: str, local_bases: set[str], base_id: str | None, changes: list[str]
 ) -> Any:
-    """Return the JSON value without local paths; append descriptions of changes to `changes`."""
+    """Return the JSON value without local paths, and append the changes in words to `changes`.
+
+    `key` is the key of the value in its JSON object.
+    """
     if isinstance(value, dict):
         cleaned = {}
         for name, entry in value.items():
-            cleaned[name] = _without_places(entry, name, local_bases, base_id, changes)
+            cleaned[name] = _without_local_paths(entry, name, local_bases, base_id, changes)
         return cleaned
     if isinstance(value, list):
-        return [_without_places(entry, key, local_bases, base_id, changes) for entry in value]
+        return [_without_local_paths(entry, key, local_bases, base_id, changes) for entry in value]
     if not isinstance(value, str):
         return value
-    is_base = key in _BASE_KEYS and not is_hub_name(value)
-    if not (value in local_bases or is_base or _is_place_here(value)):
+    is_base_path = key in _BASE_KEYS and not is_hub_name(value)
+    if value not in local_bases and not is_base_path and not _is_existing_path(value):
         return value
-    replacement = base_id if key in _BASE_KEYS or value in local_bases else None
+    replacement = None
+    if key in _BASE_KEYS or value in local_bases:
+        replacement = base_id
     outcome = "left out" if replacement is None else f"now {replacement}"
     changes.append(f"{key} was a path of this machine, {outcome}")
     return replacement
 
 
-def _is_place_here(text: str) -> bool:
-    """Check whether a text is an existing absolute path.
+def _is_existing_path(text: str) -> bool:
+    """Check whether a text is an absolute path that exists on this machine.
 
-    Paths of one name, such as "/s", may be tokens and do not count.
+    Paths with one component, such as "/s", may be tokens and do not count.
     """
     path = Path(text)
     if not path.is_absolute() or len(path.parts) < 3 or "\0" in text:

@@ -1,4 +1,4 @@
-"""Checkpoints in folders and in buckets of object stores."""
+"""Sends checkpoints to folders and to buckets of object stores, and fetches them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, open_place
 
 _ALLOWED_OPTIONS = {"state", "quiet"}
-# (checkpoint, store that may have its base, fetch) -> report; numpy is slow to import
+# Imported when a delta is pulled, because numpy is slow to import. The function takes the
+# checkpoint, a store that may have its base, and a `_Fetch`, and returns a report.
 _FETCH_WHOLE_DELTA = "ft_ckpt.extensions.rl.deltas.rebuilding:fetch_whole"
 _Fetch = Callable[[OpenCheckpoint], CopyReport]
 
@@ -64,9 +65,10 @@ class StoreEndpoint(CopyEndpoint):
     def within(self, name: str) -> Self:
         return type(self)(Place(self.place.folder, name))
 
-    def copy_to(self, goal: CopyEndpoint, *, overwrite: bool) -> CopyReport:
+    def copy_to(self, target: CopyEndpoint, *, overwrite: bool) -> CopyReport:
         with open_checkpoint(self.place) as checkpoint:
-            return goal.receive(checkpoint, checkpoint.manifest, PushOptions(), overwrite=overwrite)
+            manifest = checkpoint.manifest
+            return target.receive(checkpoint, manifest, PushOptions(), overwrite=overwrite)
 
     def receive(
         self,
@@ -84,9 +86,9 @@ class StoreEndpoint(CopyEndpoint):
             manifest = checkpoint.manifest
             if folder is None:
                 return pull_cached(checkpoint, manifest, exact=exact)
-            goal = Place(LocalStore(folder))
+            target = Place(LocalStore(folder))
             return copy_open(
-                checkpoint, goal, manifest, overwrite=overwrite, renews=True, exact=exact
+                checkpoint, target, manifest, overwrite=overwrite, renews=True, exact=exact
             )
 
         def fetch_exactly(checkpoint: OpenCheckpoint) -> CopyReport:

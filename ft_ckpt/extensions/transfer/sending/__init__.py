@@ -1,7 +1,7 @@
-"""The transfers that users ask for.
+"""The functions that copy, sync, push and pull checkpoints.
 
-Nothing here knows how a kind of place stores files. Begin at `syncing`, copy and sync; `pushing`
-has push and pull, `uploads` those of a run in training.
+Nothing here knows how a kind of place stores files. Begin at `syncing`, which has copy and sync.
+`pushing` has push and pull, and `uploads` has the uploads of a run in training.
 """
 
 import lazy_loader

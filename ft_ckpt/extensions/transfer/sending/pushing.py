@@ -1,4 +1,4 @@
-"""Push and pull, and the queue of pushes."""
+"""Pushes and pulls checkpoints, and runs pushes in the background one after the other."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -32,16 +32,17 @@ class PendingPush(BackgroundJob[PushReport]):
     """A push in the background, or an upload of a staged checkpoint."""
 
     url: str
-    """The URL of its destination."""
+    """The URL of the destination."""
 
 
-_queue = JobQueue()  # pushes run one after the other
+# All pushes in the background run one after the other.
+_queue = JobQueue()
 
 
 def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushReport]) -> PendingPush:
-    """Send the checkpoint at `place` in the background, leased from now on.
+    """Send the checkpoint at `place` in the background. It is leased before this returns.
 
-    All errors are raised from the handle.
+    All errors are raised by the returned handle, and reported as warnings.
     """
     path = place.location
     stack = ExitStack()
@@ -66,7 +67,7 @@ def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushRepo
 
 
 def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
-    """Wait until all pushes have ended; warns of the others on an interrupt."""
+    """Wait until all pushes have ended. On an interrupt, warns of those that have not."""
     waiting = [push for push in pushes if not push.done]
     for push in waiting:
         LOG.info("waiting until %s is pushed to %s", location_name(push.path), push.url)
@@ -149,25 +150,26 @@ def push(
     `destination` is "user/name", or "hf://user/name[@revision][/folder]". A missing repository or
     branch is created, as a private one if `private` is True. The checkpoint is leased during the
     push, and all digests are compared first. The commit has weights, configs, tokenizer and a
-    manifest of these files, and the training state if `state` is True. Local paths are replaced by
-    `base_id`, the name of the base model, or removed. An existing model card keeps its text; its
-    metadata are updated. The same commit deletes files of older checkpoints that the old manifest
-    lists or that readers would confuse with these. Existing files are not sent again; if nothing
-    changes, there is no commit.
+    manifest of these files, and the training state if `state` is True. Local paths in configs are
+    replaced by `base_id`, the name of the base model, or removed. An existing model card keeps its
+    text, and its metadata are updated. The same commit deletes files of older checkpoints that the
+    old manifest lists or that readers would confuse with the new files. Existing files are not sent
+    again. If nothing changes, there is no commit.
 
-    To a bucket ("s3://...", or a `Place` there) the checkpoint is copied as by `copy`, also without
-    the state; `revision`, `private`, `token`, `base_id` and `message` raise ConfigError. A
-    checkpoint in a bucket is pulled into the cache before it is pushed to the Hub. A storage bucket
-    of the Hub, "hf://buckets/user/name[/folder]", takes `token` and `private`; a missing one is
-    created, as a private one unless `private` is False. Its manifest is sent last.
+    To a bucket ("s3://...", or a `Place` there) the checkpoint is copied as by `copy`, without the
+    training state unless `state` is True. `revision`, `private`, `token`, `base_id` and `message`
+    then raise ConfigError. A checkpoint in a bucket is pulled into the cache before it is pushed to
+    the Hub. A storage bucket of the Hub, "hf://buckets/user/name[/folder]", takes `token` and
+    `private`. A missing one is created, as a private one unless `private` is False. Its manifest is
+    sent last.
 
-    With `background` a handle is returned at once; pushes run one after the other, and a failure is
-    a warning.
+    With `background` a handle is returned at once. Pushes run one after the other, and a failure is
+    reported as a warning.
 
-    Raises ConfigError for an invalid destination, NotACheckpointError when nothing is committed at
-    `checkpoint`, CorruptError when its files differ from its manifest, TargetError when the Hub
-    refuses or cannot be reached, or when a .gitignore in the repository has dropped files from the
-    commit.
+    Raises ConfigError for an invalid destination, NotACheckpointError if nothing is committed at
+    `checkpoint`, and CorruptError if its files differ from its manifest. Raises TargetError if the
+    Hub refuses or cannot be reached, or if a .gitignore in the repository has dropped files from
+    the commit.
     """
     place = open_place(checkpoint)
     options = PushOptions(revision, private, token, state, base_id, message)
@@ -189,27 +191,27 @@ def begin_push(checkpoint: Place, destination: str | Place, options: PushOptions
     quiet = replace(options, quiet=True)
 
     def send(_leased: OpenCheckpoint) -> PushReport:
-        with _open_for(
-            endpoint, checkpoint
-        ) as opened:  # in the thread, because it may be pulled first
+        # The checkpoint is opened in the thread, because it may have to be pulled first.
+        with _open_for(endpoint, checkpoint) as opened:
             return endpoint.push(opened, quiet)
 
     return start_push(checkpoint, endpoint.url, send)
 
 
 def push_goal(destination: str, **options: Any) -> str | Place:
-    """Return the destination of a push; in a bucket, with a client of these `options`.
+    """Return the checked destination of a push.
 
-    Raises ConfigError if the destination is invalid.
+    A destination in a bucket gets a client with these `options`. Raises ConfigError if the
+    destination is invalid.
     """
     if not isinstance(destination, str):
         raise ConfigError(
             f"push: {short_repr(destination)}, expected a Hub repository as 'user/name', "
             "or a URL, as text"
         )
-    goal = open_place(destination, **options) if is_url(destination) else destination
-    endpoint_of(goal).destination(goal, PushOptions())
-    return goal
+    target = open_place(destination, **options) if is_url(destination) else destination
+    endpoint_of(target).destination(target, PushOptions())
+    return target
 
 
 def pull(
@@ -219,30 +221,34 @@ def pull(
     token: str | None = None,
     overwrite: bool = False,
 ) -> PullReport:
-    """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache.
+    """Fetch the checkpoint at `source` into `folder`, or from a bucket into the cache.
 
-    `source` is "hf://user/name[@revision][/folder]", read from a single commit, or the URL or
-    `Place` of a checkpoint in a bucket ("s3://...", "hf://buckets/user/name/..."), or the absolute
-    path or `Place` of a checkpoint in a folder. With a manifest, every file is compared with it,
-    and the checkpoint is committed like a save, or not at all. Files on the Hub without a manifest
-    are fetched as they are. `folder` must be new or empty; with `overwrite`, a checkpoint may
-    replace another one. The report has the path.
+    `source` is one of these:
 
-    A delta, see `publish`, is rebuilt to the checkpoint that it stands for, byte for byte. Its base
-    is read in the parent of `folder` if it is there, else rebuilt from the chain.
+    - "hf://user/name[@revision][/folder]", of which a single commit is read,
+    - the URL or `Place` of a checkpoint in a bucket ("s3://...", "hf://buckets/user/name/..."),
+    - the absolute path or `Place` of a checkpoint in a folder.
 
-    Without `folder`, a checkpoint in a bucket, but not one of the Hub, is fetched into the cache:
-    FT_CKPT_CACHE, or ft_ckpt in HF_HOME. An entry of the cache is compared and not fetched again,
-    nor are files of 1 MiB or more that another entry has; of several processes one fetches. Do not
-    change files in the cache. The least recently pulled checkpoints are deleted when the cache
-    exceeds 200 GB, or FT_CKPT_CACHE_SIZE, unless they are pinned, in use, or were pulled within the
-    hour.
+    If there is a manifest, every file is compared with it. The checkpoint is then committed like a
+    save, or not at all. Files on the Hub without a manifest are fetched as they are. `folder` must
+    be new or empty. With `overwrite`, a checkpoint may replace another one. The report has the
+    path.
 
-    Raises ConfigError for an invalid source, MissingError when there is no such repository,
-    revision or folder, NotACheckpointError when the bucket has no committed checkpoint there,
-    UnreadableError when the Hub is not reached, CorruptError or ManifestError when files and
-    manifest differ, or entries of a chain are missing, NameTakenError when `folder` is taken,
-    TargetError or NoSpaceError when it cannot be written.
+    A delta (see `publish`) is rebuilt to the checkpoint that it stands for, byte for byte. Its base
+    is read in the parent of `folder` if it is there, and rebuilt from the chain otherwise.
+
+    Without `folder`, a checkpoint in a bucket is fetched into the cache, which is FT_CKPT_CACHE, or
+    ft_ckpt in HF_HOME. A bucket of the Hub needs a `folder`. A checkpoint that the cache has is
+    compared and not fetched again. Nor are files of 1 MiB or more that another checkpoint in the
+    cache has. If several processes pull one checkpoint, one of them fetches it. Do not change files
+    in the cache. The least recently pulled checkpoints are deleted when the cache exceeds 200 GB,
+    or FT_CKPT_CACHE_SIZE, unless they are pinned, in use, or were pulled within the hour.
+
+    Raises ConfigError for an invalid source, and MissingError if there is no such repository,
+    revision or folder. Raises NotACheckpointError if the bucket has no committed checkpoint there,
+    and UnreadableError if the Hub is not reached. Raises CorruptError or ManifestError if files and
+    manifest differ, or if entries of a chain are missing. Raises NameTakenError if `folder` is
+    taken, and TargetError or NoSpaceError if it cannot be written.
     """
     target = None if folder is None else local_path(folder)
     if not isinstance(source, (str, os.PathLike, Place)):
@@ -259,10 +265,10 @@ def pull(
 
 @contextmanager
 def _open_for(endpoint: Endpoint, place: Place) -> Iterator[OpenCheckpoint]:
-    """Open the checkpoint where the endpoint can read it.
+    """Open the checkpoint at a place where the endpoint can read it.
 
-    The Hub's client reads local files only, so a checkpoint in a bucket is pulled first. So is a
-    delta, because the Hub gets all weights.
+    The Hub's client reads only local files, so a checkpoint in a bucket is pulled first. A delta is
+    pulled as well, because the Hub gets all weights.
     """
     if endpoint.reads_local_files and (not place.is_local or is_delta(place)):
         place = Place(LocalStore(pull(place).path))

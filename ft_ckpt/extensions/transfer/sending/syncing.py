@@ -1,6 +1,7 @@
-"""Copies the checkpoints of a run that another place lacks, newest first.
+"""Copies a checkpoint, or all checkpoints of a run that another folder or bucket lacks.
 
-An interrupted sync thus has copied the newest ones. The run may write while it is copied.
+The newest are copied first, so that an interrupted sync has copied the newest. The run may save
+while it is copied.
 """
 
 from dataclasses import dataclass, field, replace
@@ -27,30 +28,39 @@ from ft_ckpt.storage.places import Place, location_name, open_place
 def copy(source: PlaceLike, destination: PlaceLike, *, overwrite: bool = False) -> CopyReport:
     """Copy the committed checkpoint `source` to `destination`.
 
-    Source and destination are paths or URLs, also of different buckets. The name of the source is
-    appended to a destination that ends in a slash. All digests are compared on the way, the
-    manifest is written last. Files of 1 MiB or more that one of the newest checkpoints in the
-    destination's folder has are not sent again: they are hard-linked and read there, or copied by
-    the service. A signature is copied, see `sign`; pins and leases are not. A failed copy leaves no
-    checkpoint; the next one starts from the beginning. If the same checkpoint is there already,
-    nothing changes.
+    Source and destination are paths or URLs, also of different buckets. If the destination ends in
+    a slash, the name of the source is appended to it. All digests are compared while files are
+    copied, and the manifest is written last. Files of 1 MiB or more are not sent again if one of
+    the newest checkpoints in the destination's folder has them. They are hard-linked and read
+    there, or copied by the service. A signature is copied; see `sign`. Pins and leases are not
+    copied. A failed copy leaves no checkpoint, and the next one starts from the beginning. If the
+    same checkpoint is there already, nothing changes.
 
-    From a bucket of the Hub ("hf://buckets/user/name/folder") a checkpoint is copied to a disk
-    only. Into one, the files are sent in one batch, and then the manifest; with `overwrite`, there
-    is no checkpoint meanwhile.
+    From a bucket of the Hub ("hf://buckets/user/name/folder") a checkpoint can be copied only to a
+    disk. Into such a bucket, the files are sent in one batch, and then the manifest. With
+    `overwrite`, there is no checkpoint in between.
 
-    Raises NotACheckpointError when nothing is committed at `source`, CorruptError when its files
-    differ from its manifest, NameTakenError when something else is at `destination` and `overwrite`
-    is False, TargetError or NoSpaceError when it cannot be written.
+    Raises NotACheckpointError if nothing is committed at `source`, and CorruptError if its files
+    differ from its manifest. Raises NameTakenError if something else is at `destination` and
+    `overwrite` is False, and TargetError or NoSpaceError if it cannot be written.
     """
-    origin = copy_endpoint_of(source).at(source)
-    goal = copy_endpoint_of(destination).at(destination).goal_for(origin.basename)
-    return origin.copy_to(goal, overwrite=overwrite)
+    source_endpoint = copy_endpoint_of(source).at(source)
+    given_endpoint = copy_endpoint_of(destination).at(destination)
+    target_endpoint = given_endpoint.target_for(source_endpoint.basename)
+    return source_endpoint.copy_to(target_endpoint, overwrite=overwrite)
 
 
 @dataclass
 class _SyncPlan:
-    """Checkpoints to copy, strip and delete."""
+    """What a sync does with each checkpoint.
+
+    Attributes:
+        copy: The checkpoints to copy, newest first.
+        present: The checkpoints that the destination has.
+        strip: The names of checkpoints whose training state is to be deleted.
+        drop: The names of checkpoints to delete.
+        problems: Why checkpoints cannot be copied.
+    """
 
     copy: list[CheckpointInfo] = field(default_factory=list)
     present: list[CheckpointInfo] = field(default_factory=list)
@@ -83,10 +93,11 @@ def sync(
     checkpoint, UnreadableError when either cannot be listed. Failures of single checkpoints are
     among the report's `problems`.
     """
-    start, goal = open_place(source), open_place(destination)
-    listed = list_checkpoints(start)
-    _refuse_no_run(start, listed)
-    plan = _plan_sync(listed, list_checkpoints(goal), goal, delete=delete)
+    run = open_place(source)
+    target = open_place(destination)
+    listed = list_checkpoints(run)
+    _refuse_no_run(run, listed)
+    plan = _plan_sync(listed, list_checkpoints(target), target, delete=delete)
     report = SyncReport(
         missing=tuple(info.name for info in plan.copy),
         present=tuple(info.name for info in plan.present),
@@ -98,14 +109,14 @@ def sync(
     )
     if dry_run:
         return report
-    make_like(goal.folder, start.folder)
-    copied = _copy_missing(plan, goal)
-    _settle_present(plan, goal)
+    make_like(target.folder, run.folder)
+    copied = _copy_missing(plan, target)
+    _delete_leftovers(plan, target)
     removed = PruneReport()
     if delete and not plan.problems:
-        drop = [_place_in(goal, name).location for name in plan.drop]
-        strip = [_place_in(goal, name).location for name in plan.strip]
-        removed = remove_checkpoints(goal, drop, strip)
+        drop = [_place_in(target, name).location for name in plan.drop]
+        strip = [_place_in(target, name).location for name in plan.strip]
+        removed = remove_checkpoints(target, drop, strip)
     return replace(
         report,
         copied=tuple(copied),
@@ -116,17 +127,18 @@ def sync(
     )
 
 
-def _refuse_no_run(start: Place, listed: Listing) -> None:
-    if any(info.store.identity == start.folder.identity for info in listed.checkpoints):
+def _refuse_no_run(run: Place, listed: Listing) -> None:
+    """Raise an error if `run` is a checkpoint, or has none in it."""
+    if any(info.store.identity == run.folder.identity for info in listed.checkpoints):
         raise ConfigError(
-            f"{start}: a checkpoint, expected the folder of a run; `ft-ckpt cp` copies one"
+            f"{run}: a checkpoint, expected the folder of a run; `ft-ckpt cp` copies one"
         )
     if not (listed.checkpoints or listed.damaged or listed.unreadable):
-        raise NotACheckpointError(why_no_checkpoint(start))
+        raise NotACheckpointError(why_no_checkpoint(run))
 
 
-def _plan_sync(source: Listing, destination: Listing, goal: Place, *, delete: bool) -> _SyncPlan:
-    """Compare two listings."""
+def _plan_sync(source: Listing, destination: Listing, target: Place, *, delete: bool) -> _SyncPlan:
+    """Compare the checkpoints of the source with those of the destination, which is `target`."""
     plan = _SyncPlan()
     unusable = [*source.damaged.values(), *source.unreadable.values()]
     plan.problems += [f"{error}; not copied" for error in unusable]
@@ -136,16 +148,17 @@ def _plan_sync(source: Listing, destination: Listing, goal: Place, *, delete: bo
     plan.problems += [f"{error}; not replaced" for name, error in unread.items() if name in names]
     for info in reversed(source.checkpoints):
         if info.name not in unread:
-            _plan_one(plan, info, stored.get(info.name), goal, delete=delete)
+            _plan_one(plan, info, stored.get(info.name), target, delete=delete)
     if delete:
         # An export may lie in any folder, so only other checkpoints with a run id show which runs
         # are stored here.
-        runs = {info.manifest.run_id for info in source.checkpoints if not info.manifest.export} - {
-            None
-        }
+        run_ids = set()
+        for info in source.checkpoints:
+            if not info.manifest.export and info.manifest.run_id is not None:
+                run_ids.add(info.manifest.run_id)
         extra = [info for info in destination.checkpoints if info.name not in names]
         for info in extra:
-            if not info.manifest.export and info.manifest.run_id in runs:
+            if not info.manifest.export and info.manifest.run_id in run_ids:
                 plan.drop.append(info.name)
     return plan
 
@@ -154,20 +167,23 @@ def _plan_one(
     plan: _SyncPlan,
     info: CheckpointInfo,
     stored: CheckpointInfo | None,
-    goal: Place,
+    target: Place,
     *,
     delete: bool,
 ) -> None:
-    """Plan one checkpoint of the source.
+    """Add one checkpoint of the source to the plan.
 
-    `stored` is the checkpoint of its name at the destination.
+    `stored` is the checkpoint of the same name at the destination, if there is one.
     """
-    relation = relation_of(None if stored is None else stored.manifest, info.manifest)
+    stored_manifest = None if stored is None else stored.manifest
+    relation = relation_of(stored_manifest, info.manifest)
     if stored is None or relation is Relation.OLDER:
         plan.copy.append(info)
     elif relation is Relation.SAME:
-        is_whole = is_there(_place_in(goal, info.name), info.manifest)
-        (plan.present if is_whole else plan.copy).append(info)
+        if is_there(_place_in(target, info.name), info.manifest):
+            plan.present.append(info)
+        else:
+            plan.copy.append(info)
     elif relation is Relation.WITH_STATE:
         plan.present.append(info)
         if delete:
@@ -179,39 +195,40 @@ def _plan_one(
         )
 
 
-def _copy_missing(plan: _SyncPlan, goal: Place) -> list[CopyReport]:
-    """Copy the missing checkpoints and add problems to the plan.
+def _copy_missing(plan: _SyncPlan, target: Place) -> list[CopyReport]:
+    """Copy the missing checkpoints, and add problems to the plan.
 
-    Stops at an I/O error, skips a damaged checkpoint.
+    A damaged checkpoint is skipped. An I/O error ends the copying.
     """
     reports = []
     for info in plan.copy:
-        outcome = _copy_or_error(info, _place_in(goal, info.name))
+        outcome = _copy_or_error(info, _place_in(target, info.name))
         if isinstance(outcome, CopyReport):
             reports.append(outcome)
-        elif not isinstance(outcome, NotACheckpointError):  # otherwise its run has deleted it
+        elif not isinstance(outcome, NotACheckpointError):
+            # It is no problem if the run has deleted the checkpoint since it was listed.
             plan.problems.append(f"{info.path}: not copied: {outcome}")
             if isinstance(outcome, OSError) and not isinstance(outcome, NameTakenError):
                 break
     return reports
 
 
-def _copy_or_error(info: CheckpointInfo, goal: Place) -> CopyReport | Exception:
+def _copy_or_error(info: CheckpointInfo, target: Place) -> CopyReport | Exception:
     try:
         with open_checkpoint(info.place) as checkpoint:
-            return copy_open(checkpoint, goal, checkpoint.manifest, overwrite=True)
+            return copy_open(checkpoint, target, checkpoint.manifest, overwrite=True)
     except (CheckpointError, OSError) as error:
         return error
 
 
-def _settle_present(plan: _SyncPlan, goal: Place) -> None:
-    """Delete leftovers of an earlier sync that was killed after its last commit."""
-    if not goal.is_local:
-        recover_all(goal)  # from one listing
+def _delete_leftovers(plan: _SyncPlan, target: Place) -> None:
+    """Delete the staging files of an earlier sync that was killed after its last commit."""
+    if not target.is_local:
+        recover_all(target)  # one listing of the bucket finds all
         return
     for info in plan.present:
-        recover_staging_at(_place_in(goal, info.name))
+        recover_staging_at(_place_in(target, info.name))
 
 
-def _place_in(goal: Place, name: str) -> Place:
-    return Place(goal.folder, name)
+def _place_in(folder: Place, name: str) -> Place:
+    return Place(folder.folder, name)
