@@ -314,7 +314,7 @@ def test_a_push_outlives_what_passes(hub, made, fault):
 
 def test_commits_of_others_meanwhile_are_built_on(hub, made, monkeypatch):
     hub.put("user/model", {"README.md": b"# old\n"})
-    real, seen = hub_module._look_at_head, []
+    real, seen = hub_module._read_head, []
 
     def look(api, place, options):
         head = real(api, place, options)
@@ -323,7 +323,7 @@ def test_commits_of_others_meanwhile_are_built_on(hub, made, monkeypatch):
         seen.append(head)
         return head
 
-    monkeypatch.setattr(hub_module, "_look_at_head", look)
+    monkeypatch.setattr(hub_module, "_read_head", look)
     push(made / "full", "user/model")
     assert len(seen) == 2
     assert b"# newer" in hub.files("user/model")["README.md"]

@@ -1,7 +1,7 @@
-"""Places on the Hugging Face Hub.
+"""Sends checkpoints to the Hugging Face Hub, and fetches them.
 
-Nothing here is imported unless a place on the Hub is named. Begin at `repositories`, then
-`buckets`; both use `client`.
+Nothing here is imported unless a place on the Hub is named. Begin at `repositories`, and then read
+`buckets`. Both use `client`.
 """
 
 import lazy_loader

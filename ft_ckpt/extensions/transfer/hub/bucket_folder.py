@@ -1,4 +1,4 @@
-"""A folder in a storage bucket of the Hugging Face Hub."""
+"""Lists, sends and downloads the files of a folder in a storage bucket of the Hub."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,13 @@ from ft_ckpt.extensions.transfer.hub.client import make_api
 from ft_ckpt.storage import checked_name
 from ft_ckpt.storage.places import HUB_BUCKETS, files_made_by, refuse_secrets
 
-_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of a bucket, with its namespace
+# The id of a bucket: NAMESPACE/NAME.
+_BUCKET_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
 class BucketFolder:
-    """A folder of a bucket; `path` is "" for the bucket itself."""
+    """A folder in a bucket. `path` is "" for the bucket itself."""
 
     api: HfApi
     bucket_id: str
@@ -35,12 +36,12 @@ class BucketFolder:
         Raises ConfigError for other URLs, and for those with a token in them.
         """
         refuse_secrets(url, "HF_TOKEN, `hf auth login` or token=")
-        steps = [step for step in url[len(HUB_BUCKETS) :].split("/") if step]
-        bucket_id = "/".join(steps[:2])
-        if not _NAME.fullmatch(bucket_id):
+        components = [name for name in url[len(HUB_BUCKETS) :].split("/") if name]
+        bucket_id = "/".join(components[:2])
+        if not _BUCKET_ID.fullmatch(bucket_id):
             expected = f"{HUB_BUCKETS}NAMESPACE/NAME, then a folder"
             raise ConfigError(f"{url}: no bucket of the Hub; expected {expected}")
-        path = "/".join(steps[2:])
+        path = "/".join(components[2:])
         return cls(make_api(token), bucket_id, checked_name(path) if path else "")
 
     def within(self, name: str) -> Self:
@@ -64,24 +65,27 @@ class BucketFolder:
         return f"{self.path}/{name}" if self.path else name
 
     def make_bucket(self, private: bool | None) -> None:
-        """Make the bucket if it is missing: a private one, unless `private` is False."""
+        """Create the bucket if it is missing, as a private one unless `private` is False.
+
+        Raises TargetError if `private` is True and the bucket is public.
+        """
         self.api.create_bucket(self.bucket_id, private=private is not False, exist_ok=True)
         if private and not self.api.bucket_info(self.bucket_id).private:
             raise TargetError(f"{self.url}: public, expected private=True; make it private first")
 
     def files(self) -> dict[str, BucketFile]:
-        """List the files below this folder, by their names in it."""
-        start = self.path_of("")
+        """List the files in this folder and its subfolders, by their paths in it."""
+        prefix = self.path_of("")
         files: dict[str, BucketFile] = {}
         with suppress(EntryNotFoundError):
             tree = self.api.list_bucket_tree(self.bucket_id, self.path or None, recursive=True)
             for entry in tree:
-                if isinstance(entry, BucketFile) and entry.path.startswith(start):
-                    files[entry.path.removeprefix(start)] = entry
+                if isinstance(entry, BucketFile) and entry.path.startswith(prefix):
+                    files[entry.path.removeprefix(prefix)] = entry
         return files
 
     def send(self, files: Mapping[str, Path | bytes], delete: Iterable[str] = ()) -> None:
-        """Add files by name, and delete others."""
+        """Add `files` by path in this folder, and delete others, in one batch."""
         self.api.batch_bucket_files(
             self.bucket_id,
             add=[(content, self.path_of(name)) for name, content in files.items()],
@@ -89,7 +93,7 @@ class BucketFolder:
         )
 
     def download(self, files: list[tuple[BucketFile, Path]]) -> None:
-        """Download listed files, by their hashes."""
+        """Download listed files to paths on this machine."""
         self.api.download_bucket_files(self.bucket_id, list[Any](files))
 
     def read_text(self, file: BucketFile) -> str:

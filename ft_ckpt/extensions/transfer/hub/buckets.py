@@ -1,9 +1,15 @@
 """Sends whole checkpoints into storage buckets of the Hugging Face Hub, and fetches them.
 
-A bucket takes files in batches, each of which may be applied in part, and has no conditional
-writes. So the manifest that is replaced leaves first, and the new one comes last, each in a batch
-of its own. Until then the file `_SENDING` lists what a killed send may have left. The client does
-not send content again that the Hub has.
+A bucket takes files in batches. A batch may be applied in part, and there are no conditional
+writes. So a checkpoint is sent in this order, each step in a batch of its own:
+
+1. Write `_SENDING`, which lists the files that a killed send may leave.
+2. Delete the manifest of the checkpoint that is replaced.
+3. Add the new files, and delete old ones.
+4. Write the new manifest.
+5. Delete `_SENDING`.
+
+The client does not send content again that the Hub has.
 """
 
 import json
@@ -67,8 +73,8 @@ from ft_ckpt.storage import PREFIX
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place
 
-_SENDING = f"{PREFIX}sending"  # JSON list of the files of a send that has not ended
-_BATCH_FAILED = (200, 422)  # statuses of a batch with operations that failed
+_SENDING = f"{PREFIX}sending"  # a JSON list of the files of a send that has not ended
+_BATCH_FAILED = (200, 422)  # statuses for a batch in which some operations failed
 _ALLOWED_OPTIONS = {"state", "quiet", "private", "token"}
 
 
@@ -104,11 +110,13 @@ class HubBucketEndpoint(CopyEndpoint):
     def within(self, name: str) -> Self:
         return type(self)(self.folder.within(name))
 
-    def copy_to(self, goal: CopyEndpoint, *, overwrite: bool) -> CopyReport:
-        folder = goal.place.folder.local_folder if isinstance(goal, StoreEndpoint) else None
+    def copy_to(self, target: CopyEndpoint, *, overwrite: bool) -> CopyReport:
+        folder = None
+        if isinstance(target, StoreEndpoint):
+            folder = target.place.folder.local_folder
         if folder is None:
             raise ConfigError(
-                f"{goal.url}: a checkpoint comes from a bucket of the Hub to a disk only; copy "
+                f"{target.url}: a checkpoint comes from a bucket of the Hub to a disk only; copy "
                 f"{self.url} to a folder, and that folder to the other bucket"
             )
         report, _ = _fetch(self.folder, folder, overwrite=overwrite)
@@ -146,10 +154,10 @@ def _send(
     *,
     overwrite: bool,
 ) -> CopyReport:
-    """Send what `manifest` lists of an open checkpoint on a disk.
+    """Send the files of an open checkpoint on a disk that `manifest` lists.
 
-    What a killed send left is replaced, and errors of the network or the server are tried again.
-    Raises CorruptError before anything is sent when a file differs from its digest.
+    Files that a killed send left are replaced. After errors of the network or the server, the send
+    is repeated. Raises CorruptError before anything is sent if a file differs from its digest.
     """
     start = time.monotonic()
     if manifest.delta:
@@ -159,14 +167,15 @@ def _send(
     refuse_damaged(checkpoint)
     with hub_errors(folder.url, writing=True, failed="not written"):
         send = partial(_send_once, checkpoint, folder, manifest, options, overwrite=overwrite)
-        report = with_retries(send, _may_pass)
+        report = with_retries(send, _is_retryable)
     return replace(report, seconds=time.monotonic() - start)
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Check whether to try again, which includes batches that failed in part.
+def _is_retryable(error: BaseException) -> bool:
+    """Check whether to try again, also after a batch that failed in part.
 
-    The client repeats a batch without an answer, and its deletions then find nothing to delete.
+    A batch may fail in part if the client repeats it after a lost response, because its deletions
+    then find nothing to delete.
     """
     return hub_status(error) in _BATCH_FAILED or is_transient(error)
 
@@ -179,7 +188,7 @@ def _send_once(
     *,
     overwrite: bool,
 ) -> CopyReport:
-    """Look at what is in the bucket, send the files, and then the manifest."""
+    """List the bucket, send the files, and then the manifest; see the module's docstring."""
     folder.make_bucket(options.private)
     report = new_copy_report(folder.url, checkpoint.location, manifest)
     present = folder.files()
@@ -189,17 +198,17 @@ def _send_once(
         if _SENDING in present:
             folder.send({}, delete=[_SENDING])
         return replace(report, is_new=False, sent_bytes=0)
-    if MANIFEST_NAME in present and not (overwrite or is_same):
+    if MANIFEST_NAME in present and not overwrite and not is_same:
         advice = "use another name, or overwrite=True (--force)"
         raise NameTakenError(f"{folder.url}: exists already; {advice}")
-    older = _older_files(folder, present, stored)
+    old_names = _older_files(folder, present, stored)
     files, manifest_text = _files_to_send(checkpoint, manifest)
-    stale = older - files.keys() - {MANIFEST_NAME, _SENDING}
+    stale_names = old_names - files.keys() - {MANIFEST_NAME, _SENDING}
     with progress_bars(shown=not options.quiet and is_worth_showing(report.bytes)):
-        folder.send({_SENDING: json.dumps(sorted(older | files.keys())).encode()})
+        folder.send({_SENDING: json.dumps(sorted(old_names | files.keys())).encode()})
         if MANIFEST_NAME in present:
             folder.send({}, delete=[MANIFEST_NAME])
-        folder.send(files, delete=sorted(stale))
+        folder.send(files, delete=sorted(stale_names))
         absent = _missing(folder.files(), manifest)
         if absent:
             names = listing(absent, ", ")
@@ -212,7 +221,7 @@ def _send_once(
 def _files_to_send(
     checkpoint: OpenCheckpoint, manifest: Manifest
 ) -> tuple[dict[str, Path | bytes], str]:
-    """Return the checkpoint's files with its signature, by name, and the text of its manifest."""
+    """Return the files and the signature by path, and the text of the manifest."""
     files: dict[str, Path | bytes] = {}
     for file in manifest.files:
         files[file.path] = checkpoint.folder / file.path
@@ -220,17 +229,17 @@ def _files_to_send(
     if signed is None:
         return files, manifest_to_json(_as_sent(manifest))
     files[SIGNATURE_NAME] = signed.bundle.encode()
-    return files, signed.text  # which the signature covers, to the byte
+    return files, signed.text  # the signature covers every byte of this text
 
 
 def _as_sent(manifest: Manifest) -> Manifest:
-    """Return the manifest without what only the disk of its files knows."""
+    """Return the manifest without fields that are true only on the disk of its files."""
     files = tuple(replace(file, linked=False, etag=None) for file in manifest.files)
     return replace(manifest, files=files, token=None)
 
 
 def _stored_manifest(folder: BucketFolder, present: Mapping[str, BucketFile]) -> Manifest | None:
-    """Read the manifest in the bucket; return None if there is no readable one."""
+    """Read the manifest in the bucket. Returns None if there is no readable one."""
     if MANIFEST_NAME not in present:
         return None
     with suppress(ManifestError):
@@ -243,7 +252,7 @@ def _older_files(
     present: Mapping[str, BucketFile],
     stored: Manifest | None,
 ) -> set[str]:
-    """Return the files of an older checkpoint or of a killed send, which the new ones replace.
+    """Return the files of an older checkpoint or of a killed send, which may be replaced.
 
     Raises TargetError naming the files that belong to neither.
     """
@@ -252,7 +261,8 @@ def _older_files(
     if stored is not None:
         names.update(file.path for file in stored.files)
     if _SENDING in present:
-        with suppress(ManifestError, ValueError):  # not written by a send
+        # A file of this name with other contents was not written by a send, and is ignored.
+        with suppress(ManifestError, ValueError):
             document = json.loads(folder.read_text(present[_SENDING]))
             names.update(as_record(document, tuple[str, ...]))
     foreign = sorted(present.keys() - names)
@@ -277,7 +287,7 @@ def _missing(present: Mapping[str, BucketFile], manifest: Manifest) -> list[str]
 def _fetch(folder: BucketFolder, target: Path, *, overwrite: bool) -> tuple[CopyReport, str]:
     """Fetch a checkpoint to `target`, and commit it there like a save.
 
-    The second result is the text of its manifest.
+    Returns the report and the text of its manifest.
     """
     start = time.monotonic()
     with hub_errors(folder.url, writing=False):
@@ -294,17 +304,17 @@ def _fetch_once(folder: BucketFolder, target: Path, *, overwrite: bool) -> tuple
         )
     text = folder.read_text(present[MANIFEST_NAME])
     manifest = parse_manifest(text, f"{folder.url}/{MANIFEST_NAME}")
-    goal = Place(LocalStore(target))
+    target_place = Place(LocalStore(target))
     report = new_copy_report(target, folder.url, manifest)
-    if is_there(goal, manifest) and verify(goal).ok:
-        recover_staging_at(goal)
+    if is_there(target_place, manifest) and verify(target_place).ok:
+        recover_staging_at(target_place)
         report = replace(report, is_new=False, sent_bytes=0)
     else:
-        if not (overwrite or is_same_copy(manifest_at(goal), manifest)):
-            refuse_occupied(goal)
+        if not overwrite and not is_same_copy(manifest_at(target_place), manifest):
+            refuse_occupied(target_place)
         _download(folder, present, manifest, target)
     if SIGNATURE_NAME in present:
-        put_signature(goal.folder, Signed(folder.read_text(present[SIGNATURE_NAME]), text))
+        put_signature(target_place.folder, Signed(folder.read_text(present[SIGNATURE_NAME]), text))
     return report, text
 
 
@@ -314,7 +324,7 @@ def _download(
     manifest: Manifest,
     target: Path,
 ) -> None:
-    """Download the files of `manifest`, compare them with it, and commit them to `target`."""
+    """Download the files of `manifest`, compare their digests, and commit them to `target`."""
     absent = _missing(present, manifest)
     if absent:
         names = listing(absent, ", ")

@@ -1,4 +1,4 @@
-"""The client of the Hub: construction, conversion of its errors, further tries, progress bars."""
+"""Wraps the client of the Hub: converts its errors, retries, and shows or hides progress bars."""
 
 import re
 import time
@@ -23,18 +23,19 @@ from ft_ckpt._version import __version__
 from ft_ckpt.errors import CheckpointError, MissingError, TargetError, UnreadableError, shown
 from ft_ckpt.messages import clean_causes
 
-# of requests, httpx or httpx2, by the version of huggingface_hub
+# The base class of errors of the HTTP library, which depends on the version of huggingface_hub:
+# requests, httpx or httpx2.
 HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
 HUB_ERRORS: tuple[Any, ...] = (HTTP_ERROR, OSError, ValueError, RuntimeError)
 PAUSE_SECONDS = 1.0  # between two tries
 _MAX_TRIES = 4
 _Result = TypeVar("_Result")
-# in the text of errors of hf_xet, which have no response
+# Errors of hf_xet have no response. Their text has the status.
 _XET_STATUS = re.compile(r"HTTP status \w+ error \((\d{3}) ")
 
 
 def make_api(token: str | None) -> HfApi:
-    """Make the client of the Hub, or of the server in HF_ENDPOINT."""
+    """Return a client of the Hub, or of the server in HF_ENDPOINT."""
     return HfApi(token=token, library_name="ft_ckpt", library_version=__version__)
 
 
@@ -42,8 +43,8 @@ def make_api(token: str | None) -> HfApi:
 def hub_errors(where: str, *, writing: bool, failed: str = "not pushed") -> Iterator[None]:
     """Convert errors of the Hub in the block to those of this package.
 
-    With `writing`, errors become TargetError with `failed` in the message, else MissingError or
-    UnreadableError.
+    With `writing`, errors become TargetError with `failed` in the message. Otherwise they become
+    MissingError or UnreadableError.
     """
     try:
         yield
@@ -69,40 +70,41 @@ def progress_bars(*, shown: bool) -> Iterator[None]:
 
 def with_retries(
     action: Callable[[], _Result],
-    may_pass: Callable[[BaseException], bool],
+    is_retryable: Callable[[BaseException], bool],
 ) -> _Result:
-    """Call `action` until it succeeds, at most four times; returns its result.
+    """Call `action` until it succeeds, at most four times, and return its result.
 
-    The client repeats single requests; this repeats a sequence of them that begins with a look at
-    what is stored. Raises the error of the last try, and each error that may not pass.
+    The client itself repeats single requests. This repeats a sequence of requests, of which the
+    first must read what is stored. Raises the error of the last try, and each error for which
+    `is_retryable` returns False.
     """
     for _ in range(_MAX_TRIES - 1):
         try:
             return action()
         except HUB_ERRORS as error:
-            if not may_pass(error):
+            if not is_retryable(error):
                 raise
         time.sleep(PAUSE_SECONDS)
     return action()
 
 
 def hub_status(error: BaseException | None) -> int | None:
-    """Return the HTTP status of an error or its causes, if any."""
+    """Return the HTTP status of an error or of its causes, or None."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
             return int(status)
-        in_text = _XET_STATUS.search(str(error))
-        if in_text is not None:
-            return int(in_text[1])
+        match = _XET_STATUS.search(str(error))
+        if match is not None:
+            return int(match[1])
         error = error.__cause__ or error.__context__
     return None
 
 
 def is_transient(error: BaseException) -> bool:
-    """Check whether to retry: after a network or server error or a concurrent change.
+    """Check whether the error is one of the network or the server, or a concurrent change.
 
-    The request may have succeeded.
+    A request with such an error may have succeeded.
     """
     status = hub_status(error)
     if status is None:
@@ -111,6 +113,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _converted(where: str, error: BaseException, failed: str | None) -> CheckpointError:
+    """Return the error of this package. `failed` is None for errors of reading."""
     text = f"{where}: {failed or 'not read'} ({_hub_reason(error)}); {_advice(error)}"
     if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)) and failed is None:
         return MissingError(text)
@@ -119,11 +122,13 @@ def _converted(where: str, error: BaseException, failed: str | None) -> Checkpoi
 
 def _hub_reason(error: BaseException) -> str:
     """Return the client's message and its cause, in one line of at most 400 characters."""
-    words = " ".join(str(error).split()) or shown(error)
+    text = " ".join(str(error).split())
+    if not text:
+        text = shown(error)
     cause = error.__cause__
     if cause is not None and hub_status(error) is not None:
-        words += f"; {' '.join(str(cause).split())}"
-    return words[:400].rstrip(".")
+        text += f"; {' '.join(str(cause).split())}"
+    return text[:400].rstrip(".")
 
 
 def _advice(error: BaseException) -> str:

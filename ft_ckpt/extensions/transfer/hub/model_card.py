@@ -1,4 +1,4 @@
-"""The metadata of model cards."""
+"""Updates the metadata of a model card for a checkpoint."""
 
 import copy
 import math
@@ -13,10 +13,12 @@ from ft_ckpt.checkpoint.manifest import Manifest, PartRecord, is_hub_name
 
 BLANK_CARD = "---\n{{}}\n---\n\n# {name}\n\nThe weights of {what}.\n"
 _DATASET = {"name": "evaluation data of the run", "type": "unknown"}
-_EVALUATED = ("eval", "test", "val")
+_EVALUATED = ("eval", "test", "val")  # how the names of results of an evaluation begin
+# How the names of measures that are no results end.
 _NO_RESULTS = ("_runtime", "_per_second", "_time", "_steps", "_samples", "_epoch")
 _LIBRARIES = {"adapter": "peft", "model": "transformers"}
-_TASKS = {  # by the end of a model's class, or the task type of an adapter
+# The task of the Hub, by the end of the name of a model's class, or by the task type of an adapter.
+_TASKS = {
     **dict.fromkeys(("ForCausalLM", "LMHeadModel", "CAUSAL_LM"), "text-generation"),
     **dict.fromkeys(("ForSequenceClassification", "SEQ_CLS"), "text-classification"),
     **dict.fromkeys(("ForTokenClassification", "TOKEN_CLS"), "token-classification"),
@@ -30,9 +32,9 @@ _TASKS = {  # by the end of a model's class, or the task type of an adapter
 
 @dataclass(frozen=True)
 class CardFacts:
-    """The metadata of a model card."""
+    """The metadata of a model card. `name` is that of the repository."""
 
-    name: str  # of the repository
+    name: str
     library: str | None
     base_id: str | None
     relation: str | None
@@ -44,7 +46,7 @@ class CardFacts:
 def card_facts(
     name: str, manifest: Manifest, base_id: str | None, adapter_config: Mapping[str, Any]
 ) -> CardFacts:
-    """Return the checkpoint's metadata for the card of the repository `name`."""
+    """Return the metadata of a checkpoint for the card of the repository `name`."""
     parts = [part for part in manifest.parts if part.kind != "state"]
     main_part = _main_part(parts)
     kind = None if main_part is None else main_part.kind
@@ -68,7 +70,7 @@ def card_facts(
 
 
 def _main_part(parts: Sequence[PartRecord]) -> PartRecord | None:
-    """Return the part at the root of the checkpoint, else its first one."""
+    """Return the model or adapter at the root of the checkpoint, or else the first one."""
     for part in parts:
         if part.path == "":
             return part
@@ -82,9 +84,10 @@ def _relation(kind: str | None, manifest: Manifest) -> str:
 
 
 def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
-    """Update the metadata of a card, and return the card with notes.
+    """Update the metadata of a card.
 
-    The card stays byte for byte the same if nothing changes.
+    Returns the text of the card, and notes for the report. The text stays byte for byte the same if
+    nothing changes.
     """
     try:
         card = RepoCard(text)
@@ -105,8 +108,8 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
     data["tags"] = _updated_tags(data.get("tags"), facts)
     if isinstance(data.get("base_model"), str) and not is_hub_name(data["base_model"]):
         data["base_model"] = None  # a local path
-    if facts.task is not None:
-        data["pipeline_tag"] = data.get("pipeline_tag") or facts.task
+    if facts.task is not None and not data.get("pipeline_tag"):
+        data["pipeline_tag"] = facts.task
     notes = _add_results(data, facts)
     if data.to_dict() != before:
         text = str(card)
@@ -114,7 +117,10 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
 
 
 def _updated_tags(tags: Any, facts: CardFacts) -> list[Any] | None:
-    """Return the tags of the card without those of another base, and with the checkpoint's."""
+    """Add the checkpoint's tags to those of the card, and remove tags of another base.
+
+    Returns None if there are no tags.
+    """
     if not isinstance(tags, list):
         tags = [tags] if tags else []
     kept_tags = [tag for tag in tags if not _is_of_other_base(str(tag), facts)]
@@ -123,7 +129,7 @@ def _updated_tags(tags: Any, facts: CardFacts) -> list[Any] | None:
 
 
 def _add_results(data: Any, facts: CardFacts) -> list[str]:
-    """Put the metrics into the card; returns notes on why they are not in it."""
+    """Add the metrics to the card. Returns a note if they cannot be added."""
     if not facts.metrics:
         return []
     if facts.task is None:
@@ -143,7 +149,7 @@ def _is_of_other_base(tag: str, facts: CardFacts) -> bool:
 
 
 def _with_results(index: Any, facts: CardFacts) -> list[Any] | None:
-    """Return the model index with this checkpoint's results instead of an older one's.
+    """Return the model index with the results of this checkpoint instead of an older one.
 
     Returns None if the index is malformed.
     """
@@ -166,10 +172,10 @@ def _is_of_run(result: Any) -> bool:
 
 
 def _short_name(name: str) -> str:
-    """Strip the prefix of its data set, such as "eval_", from the name of a metric."""
-    for start in _EVALUATED:
-        for mark in "_/":
-            name = name.removeprefix(f"{start}{mark}")
+    """Return the name of a metric without the prefix of its data set, such as "eval_"."""
+    for prefix in _EVALUATED:
+        for separator in "_/":
+            name = name.removeprefix(f"{prefix}{separator}")
     return name
 
 
@@ -183,6 +189,7 @@ def _is_result(name: str, value: float, manifest: Manifest) -> bool:
 
 
 def _task_of(part: PartRecord | None, adapter_config: Mapping[str, Any]) -> str | None:
+    """Return the task of the model, or None if it is not known."""
     auto_mapping = adapter_config.get("auto_mapping") or {}
     names = [str(adapter_config.get("task_type")), str(auto_mapping.get("base_model_class"))]
     if part is not None:

@@ -1,4 +1,4 @@
-"""Folders of model repositories of the Hugging Face Hub, and their URLs."""
+"""Parses the names and URLs of folders in model repositories of the Hugging Face Hub."""
 
 import re
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _NO_MODELS = ("buckets", "collections", "datasets", "kernels", "spaces")
 
 @dataclass(frozen=True)
 class HubPlace:
-    """A folder of a model repository, in one of its revisions."""
+    """A folder of a model repository, in one of its revisions. `folder` is "" for the root."""
 
     repo_id: str
     revision: str = MAIN
@@ -31,26 +31,31 @@ class HubPlace:
         return f"hf://{self.repo_id}{revision}{folder}"
 
     def path_of(self, name: str) -> str:
-        """Return the path in the repository of the file `name`."""
+        """Return the path of the file `name` in the repository."""
         return f"{self.folder}/{name}" if self.folder else name
 
     def names_below(self, paths: Iterable[str]) -> list[str]:
-        """Return the `paths` of the repository that are in this folder, relative to it."""
-        start = f"{self.folder}/" if self.folder else ""
-        return [path[len(start) :] for path in paths if path.startswith(start)]
+        """Return those `paths` in the repository that are in this folder, relative to it."""
+        prefix = f"{self.folder}/" if self.folder else ""
+        return [path[len(prefix) :] for path in paths if path.startswith(prefix)]
 
 
 def parse_place(text: str, revision: str | None = None) -> HubPlace:
     """Parse "user/name", "name" or "hf://user/name[@revision][/folder]".
 
-    Raises ConfigError if it is not the name of a model repository, contains a token, or has a
-    different `revision`.
+    Raises ConfigError if it is not the name of a model repository, if it contains a token, or if
+    its revision is not `revision`.
     """
     refuse_secrets(text, "HF_TOKEN, `hf auth login` or token=")
+    repo_id = text
+    url_revision = None
+    folder = None
     match = _URL.fullmatch(text)
-    repo_id = text if match is None else match[1]
-    url_revision = None if match is None or match[2] is None else unquote(match[2])
-    folder = None if match is None else match[3]
+    if match is not None:
+        repo_id = match[1]
+        folder = match[3]
+        if match[2] is not None:
+            url_revision = unquote(match[2])
     if "://" in repo_id or repo_id.split("/")[0] in _NO_MODELS:
         raise ConfigError(
             f"{text}: no model repository; expected hf://user/name, with "

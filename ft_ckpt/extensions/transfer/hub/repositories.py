@@ -1,4 +1,7 @@
-"""Repositories of the Hugging Face Hub: a push is one commit, a pull reads one commit."""
+"""Pushes checkpoints to model repositories of the Hugging Face Hub, and pulls them.
+
+A push makes one commit, and a pull reads one commit.
+"""
 
 import glob
 import json
@@ -59,8 +62,8 @@ from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, files_made_by, refuse_secrets
 
-# in the staging folder: download folder of huggingface_hub, with its cache files
-_ARRIVING = ".arriving"
+# The folder in the staging folder to which huggingface_hub downloads, with its cache files.
+_DOWNLOADS = ".arriving"
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class HubEndpoint(Endpoint):
 
 
 def _refuse_taken(folder: Path, overwrite: bool) -> None:
+    """Raise NameTakenError if `folder` is a file, or not empty and must not be overwritten."""
     place = Place(LocalStore(folder.parent), folder.name)
     is_taken = place.is_object
     if not is_taken and not overwrite:
@@ -162,22 +166,23 @@ def _download_files(
     api: HfApi, place: HubPlace, oid: str, names: Sequence[str], store: LocalStore
 ) -> None:
     """Download files of one commit into `store`."""
-    arriving = store.within(_ARRIVING)
+    downloads = store.within(_DOWNLOADS)
     patterns = [glob.escape(place.path_of(name)) for name in names]
     api.snapshot_download(
-        place.repo_id, revision=oid, local_dir=arriving.folder, allow_patterns=patterns
+        place.repo_id, revision=oid, local_dir=downloads.folder, allow_patterns=patterns
     )
     for name in names:
         path = store.path(name)
         store.make_parents(path)
-        arriving.path(place.path_of(name)).rename(path)
-    arriving.delete_all()
+        downloads.path(place.path_of(name)).rename(path)
+    downloads.delete_all()
 
 
 def _put_in_place(staging: LocalStaging, place: HubPlace) -> None:
-    """Verify the files and commit them; unlisted ones, such as the card, are added to the manifest.
+    """Compare the files with the manifest, and commit them.
 
-    Raises CorruptError if they differ from the manifest, ManifestError if that cannot be read.
+    Files that it does not list, such as the card, are added to it. Raises CorruptError if files
+    differ from the manifest, and ManifestError if it cannot be read.
     """
     store = staging.store
     manifest, _ = with_current_cards(store, load_manifest(store))
@@ -195,24 +200,32 @@ def _put_in_place(staging: LocalStaging, place: HubPlace) -> None:
 
 @dataclass(frozen=True)
 class _Head:
-    """The state of a repository before a push."""
+    """The state of a repository before a push.
+
+    Attributes:
+        oid: The newest commit.
+        names: The paths of all files in the repository.
+        card: The text of the model card, if there is one.
+        manifest: The manifest of the checkpoint that was pushed to the same folder before.
+        notes: Sentences for the report.
+    """
 
     oid: str
-    names: frozenset[str]  # of all files
+    names: frozenset[str]
     card: str | None
-    manifest: Manifest | None = None  # of the checkpoint that was pushed to this folder before
+    manifest: Manifest | None = None
     notes: tuple[str, ...] = ()
 
 
 def _commit_once(
     api: HfApi, place: HubPlace, path: Path, outgoing: OutgoingFiles, options: PushOptions
 ) -> PushReport:
-    """Read the state of the repository and make one commit on top of it."""
-    head = _look_at_head(api, place, options)
+    """Read the state of the repository, and make one commit on top of it."""
+    head = _read_head(api, place, options)
     files, notes = _with_card(place, outgoing, options, head)
-    stale = _stale_names(place, head, files, outgoing.manifest)
+    stale_names = _stale_names(place, head, files, outgoing.manifest)
     adding = [CommitOperationAdd(place.path_of(name), file) for name, file in files.items()]
-    deleting = [CommitOperationDelete(place.path_of(name)) for name in stale]
+    deleting = [CommitOperationDelete(place.path_of(name)) for name in stale_names]
     step = outgoing.manifest.step
     message = f"Push {path.name}" if step is None else f"Push {path.name}, step {step}"
     commit = api.create_commit(
@@ -223,7 +236,7 @@ def _commit_once(
         parent_commit=head.oid,
     )
     sizes = {addition.path_in_repo: addition.upload_info.size for addition in adding}
-    _check_arrived(api, place, commit.oid, sizes)
+    _check_commit(api, place, commit.oid, sizes)
     return PushReport(
         path=path,
         url=place.url,
@@ -232,17 +245,17 @@ def _commit_once(
         commit_url=commit.commit_url,
         is_new=commit.oid != head.oid,
         files=tuple(sorted(sizes)),
-        deleted=tuple(place.path_of(name) for name in stale),
+        deleted=tuple(place.path_of(name) for name in stale_names),
         bytes=sum(sizes.values()),
         seconds=0.0,
         notes=(*outgoing.notes, *notes, *head.notes),
     )
 
 
-def _look_at_head(api: HfApi, place: HubPlace, options: PushOptions) -> _Head:
-    """Return the state of the repository; create it, or its branch, if it is missing.
+def _read_head(api: HfApi, place: HubPlace, options: PushOptions) -> _Head:
+    """Return the state of the repository. Creates it, or its branch, if it is missing.
 
-    Raises TargetError if the repository is public and must not be.
+    Raises TargetError if the repository is public and `private` is True.
     """
     try:
         info = api.model_info(place.repo_id, revision=place.revision)
@@ -283,9 +296,10 @@ def _remote_text(
 def _with_card(
     place: HubPlace, outgoing: OutgoingFiles, options: PushOptions, head: _Head
 ) -> tuple[dict[str, Path | bytes], list[str]]:
-    """Return the files with the repository's updated card, and notes.
+    """Return the files with the updated card of the repository, and notes for the report.
 
-    Below the root of the repository a card is an ordinary file.
+    The card is that of the options, of the repository, of the checkpoint, or a new one. In a folder
+    of the repository a card is an ordinary file.
     """
     files = dict(outgoing.files)
     if place.folder:
@@ -293,8 +307,8 @@ def _with_card(
     name = place.repo_id.split("/")[-1]
     checkpoint_card = outgoing.content(CARD_NAME).decode("utf-8", "replace")
     step = outgoing.manifest.step
-    what = "a model" if step is None else f"a model after step {step:,}"
-    blank_card = BLANK_CARD.format(name=name, what=what)
+    content = "a model" if step is None else f"a model after step {step:,}"
+    blank_card = BLANK_CARD.format(name=name, what=content)
     text = options.card or head.card or checkpoint_card or blank_card
     adapter = json.loads(outgoing.content("adapter_config.json") or b"{}")
     facts = card_facts(name, outgoing.manifest, outgoing.base_id, adapter)
@@ -306,26 +320,30 @@ def _with_card(
 def _stale_names(
     place: HubPlace, head: _Head, files: Iterable[str], manifest: Manifest
 ) -> list[str]:
-    """Name the files of older checkpoints to delete.
+    """Return the paths of the files of older checkpoints to delete.
 
     These are the files in the old manifest, and those that loaders would confuse with new ones.
     """
-    sent = set(files)
-    older: set[str] = set()
+    sent_names = set(files)
+    old_names: set[str] = set()
     if head.manifest is not None:
-        older = {file.path for file in head.manifest.files}
-    unsent = [name for name in place.names_below(sorted(head.names)) if name not in sent]
-    return [name for name in unsent if name in older or is_misleading(name, manifest)]
+        old_names = {file.path for file in head.manifest.files}
+    stale_names = []
+    for name in place.names_below(sorted(head.names)):
+        is_old = name in old_names or is_misleading(name, manifest)
+        if is_old and name not in sent_names:
+            stale_names.append(name)
+    return stale_names
 
 
-def _check_arrived(api: HfApi, place: HubPlace, oid: str, sizes: dict[str, int]) -> None:
-    """Compare the commit with the sent files.
+def _check_commit(api: HfApi, place: HubPlace, oid: str, sizes: dict[str, int]) -> None:
+    """Raise TargetError unless the commit has all files that were sent, with their sizes.
 
     A .gitignore in the repository drops files silently.
     """
     tree = api.list_repo_tree(place.repo_id, recursive=True, revision=oid)
-    arrived = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
-    absent = [path for path, size in sizes.items() if arrived.get(path) != size]
+    sizes_in_commit = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+    absent = [path for path, size in sizes.items() if sizes_in_commit.get(path) != size]
     if absent:
         raise TargetError(
             f"{place.url}: {listing(absent, ', ')} not in the commit {oid[:8]} as sent; look for a "

@@ -1,4 +1,9 @@
-"""Uploads of the checkpoints in an upload folder in the background, after each save."""
+"""Uploads the checkpoints of a run to a bucket in the background, after each save.
+
+A run saves its checkpoints into the upload folder, which is on a disk of this machine. A round is
+one pass over this folder: it uploads every checkpoint that the bucket lacks, the newest first.
+Then the retention rules delete older checkpoints in the bucket and in the upload folder.
+"""
 
 import threading
 import time
@@ -33,43 +38,55 @@ from ft_ckpt.storage.local import folder_of
 from ft_ckpt.storage.places import Place, location_name
 
 _MAX_EXIT_SECONDS = 600.0  # a process that exits waits this long for uploads
-_CANCEL_SECONDS = 10.0  # wait so long for a cancelled upload to end
-# the bucket has a later save, or this one with or without its training state
+_CANCEL_SECONDS = 10.0  # how long to wait for a cancelled upload to end
+# In these cases nothing is uploaded: the bucket has a later save, or the same save with or without
+# its training state.
 _SUPERSEDING = {Relation.NEWER, Relation.WITH_STATE, Relation.WITHOUT_STATE}
 
 
 @dataclass
 class _Round:
-    """One pass over the upload folder, newest checkpoint first.
+    """The state of one pass over the upload folder.
 
-    Checkpoints are identified by content digest.
+    Attributes:
+        terms: The run, and its retention rules.
+        seen: The content digests of the checkpoints that the round has come to.
+        uploaded: The content digests of those that the bucket has.
+        problems: Errors of checkpoints that were not uploaded, by name.
+        damaged: Errors of damaged checkpoints, which were renamed to a hidden name, by name.
+        ended_by: The error that ended the round, because other uploads would raise it as well.
     """
 
     terms: UploadTerms
     seen: set[str] = field(default_factory=set)
-    uploaded: set[str] = field(default_factory=set)  # now, or before
-    problems: dict[str, Exception] = field(default_factory=dict)  # by name
-    # by name, of checkpoints that were set aside
+    uploaded: set[str] = field(default_factory=set)
+    problems: dict[str, Exception] = field(default_factory=dict)
     damaged: dict[str, Exception] = field(default_factory=dict)
-    ended_by: Exception | None = None  # an error that uploads of other checkpoints would raise, too
+    ended_by: Exception | None = None
 
 
 class RunUploads:
     """The uploads of one run, on rank 0."""
 
     def __init__(self, upload_folder: Place, bucket: Place, give_way: Callable[[], object]) -> None:
-        self.upload_folder, self.bucket = upload_folder, bucket
-        self.give_way = give_way  # called first in each thread
-        # held while checkpoints of the upload folder are deleted
+        self.upload_folder = upload_folder
+        self.bucket = bucket
+        # Called first in each thread, to lower the priority of the thread.
+        self.give_way = give_way
+        # Held while checkpoints in the upload folder are deleted.
         self.deletion_lock = threading.Lock()
-        self.problems: dict[str, Exception] = {}  # of the last round
+        # The problems of the last round, by name of the checkpoint.
+        self.problems: dict[str, Exception] = {}
         self._queue = JobQueue(self._end_with_process)
         self._change = threading.Lock()
         self._waiting: list[PendingPush] = []
         self._terms: UploadTerms | None = None
-        self._uploaded: set[str] = set()  # by any round
-        self._is_queued = False  # a round that has not begun will find new checkpoints
-        self._has_text = False  # `finish` has reported the rest since the last request
+        # The content digests of checkpoints that any round has uploaded.
+        self._uploaded: set[str] = set()
+        # Whether a round is queued that has not begun, and so will find new checkpoints.
+        self._is_queued = False
+        # Whether `finish` has described what is left since the last request.
+        self._is_rest_described = False
         self._is_over = threading.Event()
 
     def covers(self, checkpoint: Place) -> bool:
@@ -92,17 +109,18 @@ class RunUploads:
     def begin_round(self, terms: UploadTerms) -> None:
         """Start uploading all checkpoints that the bucket lacks."""
         with self._change:
-            self._terms, self._has_text = terms, False
+            self._terms = terms
+            self._is_rest_described = False
             if self._is_queued:
                 return
             self._is_queued = True
         self._queue.start("ft_ckpt-uploads", self._do_round)
 
     def finish(self, seconds: float | None = None) -> str:
-        """Wait for all uploads, at most `seconds`, and retry failed ones once.
+        """Wait at most `seconds` for all uploads, and retry failed ones once.
 
         After `seconds` the current upload is cancelled. Returns a description of the checkpoints
-        that are not uploaded, "" if there are none.
+        that are not uploaded, or "" if there are none.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
@@ -110,16 +128,19 @@ class RunUploads:
             if self.problems and self._terms is not None and not self._is_over.is_set():
                 self.begin_round(self._terms)
                 self._wait_until(deadline)
-        except BaseException:  # an interrupt: do not wait at exit either
+        except BaseException:
+            # After an interrupt, the exit of the process must not wait either.
             self._is_over.set()
             self.warn_of_left()
             raise
-        self._has_text = True
+        self._is_rest_described = True
         return self._describe_rest()
 
     def warn_of_left(self) -> None:
         """Warn of checkpoints that are not uploaded, unless `finish` has reported them."""
-        rest = "" if self._has_text else self._describe_rest()
+        if self._is_rest_described:
+            return
+        rest = self._describe_rest()
         if rest:
             warn(rest)
 
@@ -158,7 +179,8 @@ class RunUploads:
         self.give_way()
         with self._change:
             waiting = _unfinished(self._waiting)
-            self._is_queued, terms = False, self._terms
+            self._is_queued = False
+            terms = self._terms
         if terms is None:
             return
         current = _Round(terms)
@@ -182,7 +204,7 @@ class RunUploads:
             _fail_rest(waiting, current)
 
     def _upload_all(self, current: _Round) -> None:
-        """Upload the newest checkpoint first; a save may add one meanwhile."""
+        """Upload all checkpoints, always the newest next, because a save may add one."""
         while current.ended_by is None:
             infos = self._listed_without(current.seen)
             if not infos:
@@ -190,7 +212,7 @@ class RunUploads:
             self._upload_one(infos[0], current)
 
     def _problems_after(self, current: _Round) -> dict[str, Exception]:
-        """Return the reasons why checkpoints are not in the bucket, by name, newest first."""
+        """Return the error of each checkpoint that is not in the bucket, by name, newest first."""
         ended_by = current.ended_by
         if ended_by is None:
             return current.problems
@@ -211,10 +233,10 @@ class RunUploads:
         terms = current.terms
         try:
             report = self._upload_missing(info, self._place_in_bucket(info.name), terms)
-        except NotACheckpointError:  # deleted by retention meanwhile
+        except NotACheckpointError:  # a retention rule has deleted it since it was listed
             return
         except (CheckpointError, OSError) as error:
-            self._note_failure(info, error, current)
+            self._record_failure(info, error, current)
             return
         current.uploaded.add(identity)
         if report is not None:
@@ -225,7 +247,8 @@ class RunUploads:
             missing = tuple(other.place for other in self._listed_without(current.uploaded))
             prune_after_save(self.upload_folder, Keep(last=1), terms.run_id, missing)
 
-    def _note_failure(self, info: CheckpointInfo, error: Exception, current: _Round) -> None:
+    def _record_failure(self, info: CheckpointInfo, error: Exception, current: _Round) -> None:
+        """Record the error of an upload. An I/O error ends the round."""
         if isinstance(error, CorruptError) and self._set_aside(info, error):
             current.damaged[info.name] = error
             return
@@ -234,7 +257,10 @@ class RunUploads:
             current.ended_by = error
 
     def _set_aside(self, info: CheckpointInfo, error: CorruptError) -> bool:
-        """Rename a damaged checkpoint to a hidden name; return False if it is intact or in use."""
+        """Rename a damaged checkpoint to a hidden name.
+
+        Returns whether it was renamed. It is not if it is intact or in use.
+        """
         with suppress(CheckpointError, OSError):
             if isinstance(error, UnreadableError) or verify(info.place).ok:
                 return False
@@ -250,30 +276,31 @@ class RunUploads:
         return False
 
     def _upload_missing(
-        self, info: CheckpointInfo, goal: Place, terms: UploadTerms
+        self, info: CheckpointInfo, target: Place, terms: UploadTerms
     ) -> PushReport | None:
         """Upload a checkpoint, and return the report.
 
-        Returns None if the bucket has a later save, or this save with or without its training
-        state.
+        Returns None if the bucket has a later save, or the same save with or without its training
+        state. Raises NameTakenError if it has a checkpoint of another run.
         """
-        manifest, stored = info.manifest, _manifest_in(goal)
+        manifest = info.manifest
+        stored = _manifest_in(target)
         relation = relation_of(stored, manifest)
         if relation in _SUPERSEDING:
             return None
         if stored is not None and relation is Relation.OTHER:
             if stored.run_id is None or stored.run_id not in {manifest.run_id, *terms.own_ids}:
                 raise NameTakenError(
-                    f"{goal}: belongs to another run, {str(stored.run_id)[:6]}; not replaced, use "
-                    "another directory for this run"
+                    f"{target}: belongs to another run, {str(stored.run_id)[:6]}; not replaced, "
+                    "use another directory for this run"
                 )
-            # left by a run that this one was resumed from
+            # This run was resumed from the run that has left the checkpoint in the upload folder.
             if stored.run_id != manifest.run_id and manifest.run_id != terms.run_id:
                 return None
         with open_checkpoint(info.place) as checkpoint:
             report = copy_open(
                 checkpoint,
-                goal,
+                target,
                 checkpoint.manifest,
                 overwrite=stored is not None,
                 shown=False,
@@ -313,8 +340,9 @@ def _describe_problems(problems: Mapping[str, Exception]) -> str:
     return listing([f"{listing(names[text], ', ')}: not uploaded: {text}" for text in names])
 
 
-def _manifest_in(goal: Place) -> Manifest | None:
+def _manifest_in(place: Place) -> Manifest | None:
+    """Return the manifest at `place`, or None if there is no checkpoint."""
     try:
-        return load_manifest(goal.folder)
+        return load_manifest(place.folder)
     except NotACheckpointError:
         return None
