@@ -1,20 +1,22 @@
-"""Chains of deltas, in which most checkpoints hold only the elements that changed.
+"""Appends checkpoints to a chain of deltas, which has only the elements that changed.
 
-A chain is a folder, or a prefix in a bucket. Each entry is a committed folder. An anchor has all
-files of its checkpoint but the training state. A delta has
+A chain is a folder on a disk or in a bucket. Each entry is a committed folder that stands for one
+checkpoint. An entry is an anchor or a delta. An anchor has all files of its checkpoint except the
+training state. A delta has the differences from the entry before, which is its base:
 
-   ft_ckpt.json                    its manifest, of the kind "delta": names its base, and the
-                                   digests of both contents
-   checkpoint.json                 the manifest of the checkpoint that it stands for
-   deltas/PATH/00001.safetensors   of the file PATH, for each tensor NAME with changes
-                                   NAME.indices (flat positions, ascending) and NAME.values;
-                                   a long tensor goes on in the next file
-   headers/PATH                    the header of the file PATH, if it differs from that in the base
-   files/PATH                      each other file that differs from that in the base
+   ft_ckpt.json                    the manifest of the delta, with the name of its base and the
+                                   content digests of both checkpoints
+   checkpoint.json                 the manifest of the checkpoint that the delta stands for
+   deltas/PATH/00001.safetensors   the changes of the file PATH: for each tensor NAME with changes,
+                                   NAME.indices has the flat positions in ascending order, and
+                                   NAME.values has the new elements. The changes of a long tensor
+                                   continue in the next file.
+   headers/PATH                    the header of the file PATH, if it differs from the base's
+   files/PATH                      any other file that differs from the base's
 
-`delta_files` writes and reads the files in deltas/, `rebuilding` opens what an entry stands for.
-Elements are compared as bytes, so rebuilt files have the digests in the manifest of their
-checkpoint.
+`files` writes and reads the files in deltas/, and `rebuilding` opens the checkpoint that an entry
+stands for. Elements are compared as bytes, so rebuilt files have the digests in the manifest of
+their checkpoint.
 """
 
 import time
@@ -48,8 +50,9 @@ from ft_ckpt.storage import Store, etag_of
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, record_of
 from ft_ckpt.storage.places import Place, copy_object
 
-DELTA = "delta"  # kind of a delta in its manifest
-_MAX_SHARE = 0.5  # of the checkpoint's bytes: a larger delta is written as an anchor
+DELTA = "delta"  # the kind of a delta in its manifest
+# An anchor is written instead of a delta that would have a larger share of the checkpoint's bytes.
+_MAX_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -61,47 +64,52 @@ class AppendReport:
     kind: str
     """"anchor" or "delta"."""
     base: str | None
-    """The entry that a delta is based on."""
+    """The entry on which a delta is based."""
     is_new: bool
     """False if the entry was there already."""
     bytes: int
-    """Size of its files, in bytes."""
+    """Size of the entry's files, in bytes."""
     full_bytes: int
-    """Size of the files that it stands for, in bytes."""
+    """Size of the files of the checkpoint that it stands for, in bytes."""
     seconds: float
-    """Duration."""
+    """Duration of the call."""
 
 
 def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> AppendReport:
     """Append the committed `checkpoint`, under its name, to the folder or bucket prefix `chain`.
 
-    The checkpoint is appended as a delta on the newest entry; a failed call appends nothing. The
-    files of the newest entry are read in the folder of the checkpoint if they still exist, else
-    rebuilt from the chain as they are read. An anchor is appended instead if the chain is empty,
-    after `anchor_every - 1` deltas in a row, if a tensor has another name, shape or type, if the
-    delta would have more than half of the bytes, and with a warning if the newest entry is damaged.
-    Digests are compared on the way; memory holds a few slices.
+    The checkpoint is appended as a delta on the newest entry. A failed call appends nothing. The
+    files of the newest entry are read in the folder of the checkpoint if they still exist there.
+    Otherwise they are rebuilt from the chain while they are read.
 
-    Raises NameTakenError if the chain has another checkpoint of this name, or a newer one;
-    otherwise as `copy` does.
+    An anchor is appended instead in these cases:
+
+    - The chain is empty, or ends in `anchor_every - 1` deltas.
+    - A tensor has another name, shape or dtype.
+    - The delta would have more than half of the bytes.
+    - The newest entry is damaged, which is also reported as a warning.
+
+    Digests are compared while files are read, and memory holds a few slices. Raises NameTakenError
+    if the chain has another checkpoint of this name, or a newer one. Otherwise it raises what
+    `copy` raises.
     """
     start = time.monotonic()
     with open_checkpoint(checkpoint) as opened:
         export = opened.manifest.export
         manifest = replace(weights_manifest(opened.manifest), export=export, token=None)
-        goal = Place(chain.folder, opened.place.basename)
+        entry_place = Place(chain.folder, opened.place.basename)
         entries = _entries(chain)
-        written = _entry_with(manifest, goal.basename, entries)
+        written = _entry_with(manifest, entry_place.basename, entries)
         is_new = written is None
         if written is None:
-            _refuse_older(entries, CheckpointInfo(goal.folder, manifest))
-            if entries and _deltas_in_a_row(entries) + 1 < anchor_every:
-                written = _append_delta_if_possible(opened, manifest, entries[-1], goal)
+            _refuse_older(entries, CheckpointInfo(entry_place.folder, manifest))
+            if entries and _deltas_since_anchor(entries) + 1 < anchor_every:
+                written = _append_delta_if_possible(opened, manifest, entries[-1], entry_place)
         if written is None:
-            copy_open(opened, goal, manifest, overwrite=False, shown=False)
+            copy_open(opened, entry_place, manifest, overwrite=False, shown=False)
             written = manifest
     return AppendReport(
-        path=goal.location,
+        path=entry_place.location,
         kind=DELTA if written.delta else "anchor",
         base=written.delta.get("base"),
         is_new=is_new,
@@ -118,7 +126,7 @@ def _size_of(manifest: Manifest) -> int:
 def _entry_with(
     manifest: Manifest, name: str, entries: Sequence[CheckpointInfo]
 ) -> Manifest | None:
-    """Return the manifest of the entry `name`, if it stands for the checkpoint of `manifest`."""
+    """Return the manifest of the entry `name` if it stands for the checkpoint of `manifest`."""
     for info in entries:
         if info.name == name and content_of(info.manifest) == content_digest(manifest):
             return info.manifest
@@ -138,20 +146,21 @@ def _entries(chain: Place) -> list[CheckpointInfo]:
     return list(listed.checkpoints)
 
 
-def _refuse_older(entries: Sequence[CheckpointInfo], coming: CheckpointInfo) -> None:
-    if any(info.name == coming.name for info in entries):
+def _refuse_older(entries: Sequence[CheckpointInfo], new_entry: CheckpointInfo) -> None:
+    """Raise NameTakenError unless the new entry has a new name and is newer than all entries."""
+    if any(info.name == new_entry.name for info in entries):
         raise NameTakenError(
-            f"{coming.path}: the chain has another checkpoint of this name, expected a new one; "
+            f"{new_entry.path}: the chain has another checkpoint of this name, expected a new one; "
             "publish to a new chain, or delete the entries from this one on"
         )
-    if in_run_order([*entries, coming])[-1] is not coming:
+    if in_run_order([*entries, new_entry])[-1] is not new_entry:
         raise NameTakenError(
-            f"{coming.path}: older than {entries[-1].name}, the newest entry; publish a newer "
+            f"{new_entry.path}: older than {entries[-1].name}, the newest entry; publish a newer "
             "checkpoint, or to a new chain, or delete the newer entries"
         )
 
 
-def _deltas_in_a_row(entries: Sequence[CheckpointInfo]) -> int:
+def _deltas_since_anchor(entries: Sequence[CheckpointInfo]) -> int:
     """Count the deltas after the last anchor."""
     for count, info in enumerate(reversed(entries)):
         if not info.manifest.delta:
@@ -160,33 +169,37 @@ def _deltas_in_a_row(entries: Sequence[CheckpointInfo]) -> int:
 
 
 def _append_delta_if_possible(
-    checkpoint: OpenCheckpoint, manifest: Manifest, newest: CheckpointInfo, goal: Place
+    checkpoint: OpenCheckpoint, manifest: Manifest, newest: CheckpointInfo, entry_place: Place
 ) -> Manifest | None:
-    """Append a delta; return None, with a warning, if the newest entry is damaged."""
+    """Append a delta as `_append_delta` does.
+
+    If the newest entry is damaged, warns and returns None.
+    """
     try:
-        return _append_delta(checkpoint, manifest, newest, goal)
+        return _append_delta(checkpoint, manifest, newest, entry_place)
     except CorruptError as error:
         warn(
-            f"{goal}: writing an anchor, because there is no delta on {newest.name}: {error}",
+            f"{entry_place}: writing an anchor, because there is no delta on {newest.name}: "
+            f"{error}",
         )
         return None
 
 
 def _append_delta(
-    checkpoint: OpenCheckpoint, manifest: Manifest, newest: CheckpointInfo, goal: Place
+    checkpoint: OpenCheckpoint, manifest: Manifest, newest: CheckpointInfo, entry_place: Place
 ) -> Manifest | None:
-    """Commit a delta, and return its manifest.
+    """Commit a delta on the entry `newest`, and return its manifest.
 
-    Returns None if the delta would be too large, or a tensor has another name, shape or type.
+    Returns None if the delta would be too large, or if a tensor has another name, shape or dtype.
     """
     if manifest.step is None and manifest.number is None:
         manifest = replace(manifest, number=(newest.manifest.number or 0) + 1)
     files = tuple(replace(file, linked=False, etag=None) for file in manifest.files)
     manifest = replace(manifest, files=files)
     content = content_digest(manifest)
-    max_mode = Place(checkpoint.store).mode_at(goal)
+    max_mode = Place(checkpoint.store).mode_at(entry_place)
     with open_checkpoint(newest.place) as entry, open_whole(entry, checkpoint.place.beside) as base:
-        staging = open_staging_at(goal, run_id=f"delta to {content}", max_mode=max_mode)
+        staging = open_staging_at(entry_place, run_id=f"delta to {content}", max_mode=max_mode)
         try:
             records = _write_changes(checkpoint, manifest, base, staging.store)
             if records is None:
@@ -218,7 +231,7 @@ class _DeltaTooLarge(Exception):  # noqa: N818 - ends the writing of a delta, an
 
 
 class _DeltaWriter:
-    """Writes the files of a delta to `store`, up to a size."""
+    """Writes the files of a delta to `store`. Raises _DeltaTooLarge beyond `max_bytes`."""
 
     def __init__(self, store: Store, max_bytes: float) -> None:
         self.store = store
@@ -232,7 +245,7 @@ class _DeltaWriter:
         self.refuse_larger(0)
 
     def copy(self, checkpoint: OpenCheckpoint, file: FileRecord) -> None:
-        """Copy a file that the base lacks, or has with other content."""
+        """Copy a file that the base lacks, or has with other bytes."""
         self.refuse_larger(file.size_bytes)
         path = f"files/{file.path}"
         running = RunningDigest(file.size_bytes, file.cuts, file.ranks)
@@ -242,19 +255,19 @@ class _DeltaWriter:
             refuse_other_bytes(opened, file, running)
         self.records.append(replace(file, path=path, etag=etag_of(self.store, path)))
 
-    def refuse_larger(self, coming_bytes: int) -> None:
-        """Raise _DeltaTooLarge if the delta is too large with `coming_bytes` more."""
+    def refuse_larger(self, more_bytes: int) -> None:
+        """Raise _DeltaTooLarge if the delta would be too large with `more_bytes` more."""
         size_bytes = sum(record.size_bytes for record in self.records)
-        if size_bytes + coming_bytes > self.max_bytes:
+        if size_bytes + more_bytes > self.max_bytes:
             raise _DeltaTooLarge
 
 
 def _write_changes(
     checkpoint: OpenCheckpoint, manifest: Manifest, base: OpenCheckpoint, store: Store
 ) -> tuple[FileRecord, ...] | None:
-    """Write all files of a delta but its manifest.
+    """Write all files of a delta except its manifest, and return their records.
 
-    Returns None as soon as the delta has too many bytes, or is impossible.
+    Returns None as soon as the delta is too large, or a tensor has another name, shape or dtype.
     """
     base_files = {file.path: file for file in base.manifest.files}
     writer = _DeltaWriter(store, _MAX_SHARE * _size_of(manifest))
@@ -282,7 +295,7 @@ def _write_changed_tensors(
 ) -> bool:
     """Write the changes of one safetensors file.
 
-    False if a tensor has another name, shape or type.
+    Returns False if a tensor has another name, shape or dtype.
     """
     with (
         closing(checkpoint.store.open(file.path)) as opened,

@@ -71,7 +71,7 @@ class RunUploads:
     def __init__(self, upload_folder: Place, bucket: Place, give_way: Callable[[], object]) -> None:
         self.upload_folder = upload_folder
         self.bucket = bucket
-        # Called first in each thread, to lower the priority of the thread.
+        # Called first in each thread, so that uploads do not slow the training down.
         self.give_way = give_way
         # Held while checkpoints in the upload folder are deleted.
         self.deletion_lock = threading.Lock()
