@@ -250,9 +250,9 @@ def output_of(process: "subprocess.Popen[str]") -> str:
 def verify_all(path: Path) -> None:
     """Compare the digests of a checkpoint, or of all checkpoints of a run. Raises CheckError."""
     command = [sys.executable, "-m", "ft_ckpt", "verify", str(path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise CheckError(f"ft-ckpt verify: {(ended.stdout + ended.stderr).strip()}")
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise CheckError(f"ft-ckpt verify: {(result.stdout + result.stderr).strip()}")
 
 
 def free_port() -> int:

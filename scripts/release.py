@@ -101,7 +101,7 @@ def build_both(source: Path, out: Path) -> tuple[Path, Path]:
 def build(kind: str, source: Path, out: Path) -> Path:
     out.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", BUILD.format(kind), out],
         cwd=source,
         env=environment,
@@ -109,9 +109,9 @@ def build(kind: str, source: Path, out: Path) -> Path:
         text=True,
         check=False,
     )
-    if ended.returncode:
-        raise SystemExit(f"{kind}: the build failed\n{ended.stderr}")
-    return out / ended.stdout.splitlines()[-1]
+    if result.returncode:
+        raise SystemExit(f"{kind}: the build failed\n{result.stderr}")
+    return out / result.stdout.splitlines()[-1]
 
 
 def make_equal(sdist: Path) -> None:
@@ -230,14 +230,14 @@ def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
     def answer(*command: str | Path) -> str:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
         environment.pop("PYTHONPATH", None)
-        ended = subprocess.run(
+        result = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
-        if ended.returncode:
+        if result.returncode:
             line = " ".join(map(str, command))
-            output = f"{ended.stdout}{ended.stderr}"
-            raise SystemExit(f"{line}: exit status {ended.returncode}\n{output}")
-        return ended.stdout
+            output = f"{result.stdout}{result.stderr}"
+            raise SystemExit(f"{line}: exit status {result.returncode}\n{output}")
+        return result.stdout
 
     place = Path(answer(python, "-c", "import ft_ckpt; print(ft_ckpt.__file__)").strip())
     if not place.is_relative_to(site):

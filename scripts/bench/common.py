@@ -219,7 +219,7 @@ def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) 
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     call = json.dumps([setting.rounds, str(setting.folder), setting.ways, *arguments])
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *launcher, "-m", f"scripts.bench.{module}", call],
         cwd=ROOT,
         env=environment,
@@ -228,9 +228,9 @@ def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) 
         check=False,
     )
     result = setting.folder / f"{module}.json"
-    if ended.returncode or not result.exists():
-        output = ended.stdout.decode(errors="replace")
-        raise RuntimeError(f"{module}: ended with status {ended.returncode}\n{output}")
+    if process.returncode or not result.exists():
+        output = process.stdout.decode(errors="replace")
+        raise RuntimeError(f"{module}: ended with status {process.returncode}\n{output}")
     rows: list[Row] = json.loads(result.read_text())
     result.unlink()
     return rows

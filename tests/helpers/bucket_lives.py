@@ -41,11 +41,11 @@ def live(
         if fault is not None:
             s3.faults = [fault]
 
-    ended = run_python(TRAIN, steps, json.dumps(settings, default=str), begun=begin_faults)
+    result = run_python(TRAIN, steps, json.dumps(settings, default=str), begun=begin_faults)
     if fault is not None:
         s3.faults = []
-    life = Life(ended.returncode)
-    for line in ended.stdout.splitlines():
+    life = Life(result.returncode)
+    for line in result.stdout.splitlines():
         if not line.endswith("]"):  # a kill has cut the last one
             continue
         step, text = json.loads(line)

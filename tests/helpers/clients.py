@@ -47,6 +47,6 @@ def run_client(
     )
 
 
-def log_of(ended: subprocess.CompletedProcess[str]) -> str:
+def log_of(result: subprocess.CompletedProcess[str]) -> str:
     """Return the exit status and the end of the output of a program, for a failed assertion."""
-    return f"exit status {ended.returncode}\n{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
+    return f"exit status {result.returncode}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"

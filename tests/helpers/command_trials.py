@@ -141,11 +141,11 @@ class CommandTrials:
         files = self._files(root)
         problems = self._damaged(root)
         for checkpoint in self._all_checkpoints():
-            found, old, new = (
+            present, old, new = (
                 self._checkpoint(version, checkpoint)
                 for version in (files, self.before, self.after)
             )
-            if found not in (old, new) and not self._may_be_absent(checkpoint, found):
+            if present not in (old, new) and not self._may_be_absent(checkpoint, present):
                 problems.append(f"neither the old nor the new: {checkpoint}")
         for name in self.before:
             is_foreign = name.rpartition("/")[2] in ("notes.txt", "mine.txt")

@@ -86,10 +86,10 @@ def ft_ckpt_alone(*words: object, code: str = PROGRAM, **variables: str) -> Answ
     """Run the command, or Python `code`, in a fresh interpreter, with further variables."""
     command = [sys.executable, "-c", code, *map(str, words)]
     environment = {**os.environ, **variables}
-    ended = subprocess.run(command, capture_output=True, env=environment, check=False)
-    out = ended.stdout.decode("utf-8", "surrogateescape")
-    err = ended.stderr.decode("utf-8", "surrogateescape")
-    return Answer(ended.returncode, out, err)
+    result = subprocess.run(command, capture_output=True, env=environment, check=False)
+    out = result.stdout.decode("utf-8", "surrogateescape")
+    err = result.stderr.decode("utf-8", "surrogateescape")
+    return Answer(result.returncode, out, err)
 
 
 def ft_ckpt_on_terminal(*words: object, columns: int = 80) -> tuple[int, list[str]]:

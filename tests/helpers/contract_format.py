@@ -209,9 +209,9 @@ class FormatContract:
 
     def test_disk_full(self, path: Path) -> None:
         save({"number": torch.tensor(1)}, path, self.kind)
-        ended = run_python(SAVE_TOO_MUCH, path, self.kind)
-        assert ended.returncode == 0, ended.stderr
-        assert "True" in ended.stdout
+        result = run_python(SAVE_TOO_MUCH, path, self.kind)
+        assert result.returncode == 0, result.stderr
+        assert "True" in result.stdout
         assert load(path)["number"] == 1
         assert list(path.parent.iterdir()) == [path]
 

@@ -23,9 +23,9 @@ def mounted(real: Path, mount: Path, *options: str) -> Iterator[Path]:
     real.mkdir()
     mount.mkdir()
     command = ["bindfs", *options, str(real), str(mount)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        pytest.skip(f"nothing can be mounted here: {ended.stderr.strip()}")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"nothing can be mounted here: {result.stderr.strip()}")
     try:
         yield mount
     finally:

@@ -88,10 +88,10 @@ class Hub(FakeServer):
     ) -> None:
         """Commit `files` as another client would."""
         with self.lock:
-            found = self.repositories.setdefault(repository, Repository(private=False))
-            old = found.commits.get(found.branches.get(branch, ""), {})
+            stored = self.repositories.setdefault(repository, Repository(private=False))
+            old = stored.commits.get(stored.branches.get(branch, ""), {})
             new = {path: _blob_of(path, content) for path, content in files.items()}
-            found.add_commit(branch, {**old, **new}, message)
+            stored.add_commit(branch, {**old, **new}, message)
 
 
 def _blob_of(path: str, content: bytes) -> Blob:

