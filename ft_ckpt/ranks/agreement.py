@@ -1,7 +1,12 @@
-"""Agreement of ranks: each rank puts a value into torch's store, and all get one verdict.
+"""Decides what ranks that agree get: the same result, or the same error.
 
-A verdict is a dictionary. It has the `result` for every rank, or a `problem` and the `kind` of
-error that all ranks raise.
+To agree, each rank puts an entry into the key-value store of the process group. Rank 0 reads the
+entries of all ranks, and answers with one verdict, which every rank reads.
+
+An entry has the name of the call (`what`), the `value` of the rank, and its `error`, if it has
+failed, with the class that the other ranks raise (`raises`). A verdict has the `result` for every
+rank; or it has the text of a `problem` and the class of error (`kind`) that all ranks raise. Both
+are dictionaries, which the store holds as JSON. `Ranks.agree` exchanges them.
 """
 
 import json
@@ -22,10 +27,11 @@ from ft_ckpt.errors import (
 ADVICE = (
     "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
 )
-# Errors that all ranks raise with their own class, because callers act on it. Any other error is a
-# RankError on the other ranks.
+# Errors that the other ranks raise with the same class, because callers act on it. Any other error
+# is a RankError on the other ranks.
 _OF_ALL_RANKS = (LeaseTakenError, NoSpaceError)
-Values = Sequence[Mapping[str, Any]]  # of all ranks, in rank order; equal values are one object
+# The values of all ranks, in rank order. Equal values are one object.
+Values = Sequence[Mapping[str, Any]]
 Verdict = dict[str, Any]
 
 
@@ -39,15 +45,16 @@ class Agreed:
     """On rank 0 only: the value of each rank."""
 
 
-def value_of_leader(values: Values) -> Any:
+def value_of_rank_0(values: Values) -> Any:
+    """Return the value of rank 0, as the result for every rank."""
     return values[0]
 
 
-def error_facts(error: BaseException | None, node: str | None = None) -> dict[str, Any]:
-    """Describe an error for the other ranks: its text, and the class that they raise.
+def describe_error(error: BaseException | None, node: str | None = None) -> dict[str, Any]:
+    """Describe an error of this rank for the other ranks: its text, and the class that they raise.
 
-    `node` is the node of this rank, None if all ranks are on one node. The text of the error ends
-    with it from now on.
+    The result has the fields `error` and `raises` of an entry. `node` is the host name of this
+    rank, None if all ranks are on one node. From now on the text of the error ends with it.
     """
     if error is None:
         return {"error": None, "raises": RankError.__name__}
@@ -63,58 +70,63 @@ def error_facts(error: BaseException | None, node: str | None = None) -> dict[st
     return {"error": text, "raises": kind.__name__}
 
 
-def failure_of_rank(rank: int, facts: Mapping[str, Any]) -> Verdict:
-    """Return the verdict that a rank with an error of these facts leaves for the other ranks."""
-    return _refusal(facts["raises"], f"rank {rank} failed: {facts['error']}")
+def failure_of_rank(rank: int, description: Mapping[str, Any]) -> Verdict:
+    """Return the verdict that a failed rank stores for the other ranks.
+
+    `description` is the result of `describe_error`.
+    """
+    return _error_verdict(description["raises"], f"rank {rank} failed: {description['error']}")
 
 
 def disagreement(problem: str) -> Verdict:
     """Return the verdict that ranks made different calls or passed different values."""
-    return _refusal(RanksDisagreeError.__name__, problem)
+    return _error_verdict(RanksDisagreeError.__name__, problem)
 
 
 def verdict_on(
     values: Values,
     decide: Callable[[Values], Any],
-    facts_of: Callable[[BaseException], Mapping[str, Any]],
+    describe: Callable[[BaseException], Mapping[str, Any]],
 ) -> Verdict:
     """Return the verdict for every rank: the result of `decide`, or the error that it raised.
 
-    `facts_of` is `error_facts` with the node of this rank.
+    `describe` is `describe_error` with the node of this rank.
     """
     try:
-        # converted, so that this rank has the same value as the ranks that read it as JSON
+        # Converted to JSON and back, so that this rank has the same value as the ranks that read
+        # it. For example, tuples become lists.
         return {"problem": None, "result": json.loads(json.dumps(decide(values)))}
     except Exception as error:  # noqa: BLE001 - raised on every rank
         kind = type(error) if isinstance(error, CheckpointError) else RankError
-        return _refusal(kind.__name__, facts_of(error)["error"])
+        return _error_verdict(kind.__name__, describe(error)["error"])
 
 
 def judge_entries(
     what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
 ) -> Verdict | None:
-    """Return the verdict on a problem in the entries of the ranks, or None if there is none.
+    """Return the verdict on the first problem in the entries of the ranks, or None without one.
 
-    `entries` are by rank. A rank without an entry has not entered within `limit` seconds. `same`
-    names the fields that must be equal on all ranks.
+    Problems are, in this order: a rank without an entry, which has not entered the call `what`
+    within `limit` seconds; a rank that has made another call; a rank that has failed; values that
+    differ in a field named in `same`. `entries` are by rank, and `size` is the number of ranks.
     """
     missing = [rank for rank in range(size) if rank not in entries]
     if missing:
         return disagreement(
             f"{what}: rank(s) {rank_numbers(missing)} did not enter it within {limit:g} s; {ADVICE}"
         )
-    elsewhere = [rank for rank, entry in entries.items() if entry["what"] != what]
-    if elsewhere:
-        called = entries[elsewhere[0]]["what"]
+    in_other_call = [rank for rank, entry in entries.items() if entry["what"] != what]
+    if in_other_call:
+        called = entries[in_other_call[0]]["what"]
         return disagreement(
-            f"{what}: rank(s) {rank_numbers(elsewhere)} called {called} instead; {ADVICE}"
+            f"{what}: rank(s) {rank_numbers(in_other_call)} called {called} instead; {ADVICE}"
         )
     failed = [rank for rank, entry in entries.items() if entry["error"] is not None]
     if failed:
         text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in failed[:4])
         kinds = {entries[rank]["raises"] for rank in failed}
         kind = kinds.pop() if len(kinds) == 1 else RankError.__name__
-        return _refusal(kind, f"{what} failed: {text}")
+        return _error_verdict(kind, f"{what} failed: {text}")
     differences = []
     for name in same:
         difference = _field_difference(name, list(entries.values()))
@@ -126,26 +138,31 @@ def judge_entries(
 
 
 def raise_problem(verdict: Verdict) -> NoReturn:
-    """Raise the error of a verdict or of a failure report."""
+    """Raise the error of a verdict."""
     kind: type[CheckpointError] = getattr(errors, verdict["kind"])
     error = kind(verdict["problem"])
-    error.node = ""  # the text names the node of each rank that failed
+    # The text already names the node of each rank that has failed. So no node is added to it.
+    error.node = ""
     raise error
 
 
 def runs_of(values: Sequence[Any]) -> dict[str, Any]:
-    """Run-length encode the values of all ranks; `values_of_runs` decodes them."""
+    """Run-length encode the values of all ranks; `values_of_runs` decodes them.
+
+    For example, ["a", "a", "b"] is {"values": ["a", "b"], "runs": [[0, 2], [1, 1]]}: a run is the
+    index of a value, and how many consecutive ranks have it.
+    """
     texts = [json.dumps(value) for value in values]
-    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-    runs = [[places[text], len([*run])] for text, run in groupby(texts)]
-    return {"values": [json.loads(text) for text in places], "runs": runs}
+    indices = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+    runs = [[indices[text], len([*run])] for text, run in groupby(texts)]
+    return {"values": [json.loads(text) for text in indices], "runs": runs}
 
 
 def values_of_runs(encoded: Mapping[str, Any]) -> list[Any]:
     """Decode `runs_of`: return the value of each rank, with equal values as one object."""
     values: list[Any] = []
-    for place, count in encoded["runs"]:
-        values += [encoded["values"][place]] * count
+    for index, count in encoded["runs"]:
+        values += [encoded["values"][index]] * count
     return values
 
 
@@ -155,11 +172,12 @@ def rank_numbers(ranks: Sequence[int]) -> str:
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
-def _refusal(kind: str, problem: str) -> Verdict:
+def _error_verdict(kind: str, problem: str) -> Verdict:
     return {"problem": problem, "kind": kind}
 
 
 def _field_difference(name: str, entries: list[dict[str, Any]]) -> str | None:
+    """Return as text how a field of the values differs between ranks, or None if it does not."""
     first = entries[0]["value"].get(name)
     differing = [rank for rank, entry in enumerate(entries) if entry["value"].get(name) != first]
     if not differing:

@@ -12,7 +12,7 @@ from ft_ckpt.ranks.nodes import announce_node
 from ft_ckpt.ranks.ranks import Ranks
 
 _by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
-# by process group, which is kept alive so that its id is not reused, and channel
+# By process group and channel. The key keeps the group alive, so that its id is not reused.
 _shared: dict[tuple[Any, str], Ranks] = {}
 
 
@@ -21,11 +21,11 @@ def current_ranks(
 ) -> Ranks:
     """Return the ranks of the default process group, or one rank if there is no group.
 
-    There is one object per process group and `channel`, because its count of rounds must be the
-    same on every rank and for every saver. A channel belongs to one thread, and separates the
-    agreements of that thread from those of other threads. Raises RanksDisagreeError in a process
-    that was launched as one of several and has no process group; with `needs_group` also if only
-    WORLD_SIZE shows that there are several.
+    There is one object for each process group and `channel`. It counts agreements, and all savers
+    of a rank must count alike. A channel belongs to one thread, and separates the agreements of
+    that thread from those of other threads. Raises RanksDisagreeError if this process was launched
+    as one of several, as RANK and WORLD_SIZE show, and has no process group. With `needs_group`,
+    WORLD_SIZE alone is enough.
     """
     import torch.distributed as dist  # here, because commands that list checkpoints need no torch
 
@@ -42,11 +42,13 @@ def current_ranks(
     group = _get_default_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     if (group, "") not in _shared:
-        _shared.clear()  # those of a destroyed group, whose store is gone
+        # The cached ranks are of a group that was destroyed, with its store.
+        _shared.clear()
         store = AnsweringStore(_get_default_store())
         _shared[group, ""] = Ranks(rank, size, store)
         announce_node(store, size)
-    # a client of its own for each channel: a thread that waits in a client blocks other threads
+    # Each channel has its own client of the store, because a thread that waits in a client blocks
+    # other threads that use it.
     if (group, channel) not in _shared:
         store = _shared[group, ""].store.clone()
         _shared[group, channel] = Ranks(rank, size, store, channel=channel)
@@ -57,7 +59,10 @@ def current_ranks(
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Let this process act as the only rank in the block, for objects that it holds whole."""
+    """Let this process act as the only rank during the block.
+
+    The objects that it saves or loads there must be whole on this process.
+    """
     token = _by_itself.set(True)
     try:
         yield

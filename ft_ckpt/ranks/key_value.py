@@ -1,4 +1,8 @@
-"""The key-value store of the process group: values of any size, and a client that never hangs."""
+"""Puts values of any size into the key-value store of the process group, and reads them.
+
+The values are JSON. A large value is stored in several parts. `AnsweringStore` is a client that
+raises an error if the store does not answer.
+"""
 
 import json
 import threading
@@ -11,16 +15,20 @@ from typing import Any
 
 from ft_ckpt.errors import RankError
 
-_MIN_SILENT_SECONDS = 10.0  # an answer may take this long on a busy machine
-# of a value under one key: above 8 MiB torch's store crashes, and the process group with it
+# An answer may take this long on a busy machine.
+_MIN_SILENT_SECONDS = 10.0
+# The most bytes under one key. Above 8 MiB the store of torch crashes, and with it the process
+# group.
 _PART_BYTES = 4 << 20
-_KEYS_AT_ONCE = 32  # requested in one call: the server holds its whole answer in memory
+# The most keys that are requested in one call: the server holds the whole answer in memory.
+_KEYS_AT_ONCE = 32
 
 
 def put_value(store: Any, key: str, value: Any) -> int:
-    """Store a value in parts under `key` and further keys; return the number of parts.
+    """Store a value under `key`, in parts if it is large; return the number of parts.
 
-    `key` is written last, so that a reader that sees it can read all parts.
+    The first part is under `key` itself, after the number of parts. It is written last. So a reader
+    that sees `key` can read all parts.
     """
     text = json.dumps(value).encode()
     parts = [text[low : low + _PART_BYTES] for low in range(0, len(text), _PART_BYTES)]
@@ -72,7 +80,7 @@ class AnsweringStore:
         self._store = store
         self._calls = SimpleQueue[_Call]()
         self._is_silent = False
-        # so that the time that one call waits does not count as silence in another call
+        # One call at a time, so that no call counts the wait of another one as silence.
         self._one_at_a_time = threading.Lock()
         answering = partial(_answer_calls, self._calls)
         threading.Thread(target=answering, name="ft_ckpt-store", daemon=True).start()

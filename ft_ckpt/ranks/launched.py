@@ -16,10 +16,14 @@ from ft_ckpt.ranks.key_value import AnsweringStore
 from ft_ckpt.ranks.nodes import announce_node
 from ft_ckpt.ranks.ranks import Ranks
 
-_START_SECONDS = 120.0  # limit between the starts of two ranks
-_END_SECONDS = 20.0  # limit for rank 0 to wait for the ends of the other ranks
-_FIRST_PORT, _PORTS = 15_000, 10_000  # the range from which a Slurm job takes a port by its id
-# the first name of a list of nodes: "gpu[03-07,9],cpu1" -> "gpu", "03"
+# Two ranks must start within this time.
+_START_SECONDS = 120.0
+# Rank 0 waits at most this long for the other ranks to end.
+_END_SECONDS = 20.0
+# A Slurm job takes a port of this range by its id.
+_FIRST_PORT = 15_000
+_PORTS = 10_000
+# Matches the first name of a list of nodes: "gpu[03-07,9],cpu1" -> "gpu", "03".
 _FIRST_NODE = re.compile(r"([^,\[]+)(?:\[([^],-]+)[^]]*\])?")
 
 
@@ -87,7 +91,7 @@ def launched_ranks() -> Iterator[Ranks]:
 
 
 def _connect(launch: Launch) -> Any:
-    # Set before torch is imported, which else logs a warning for each second that a rank waits.
+    # Set before torch is imported. Otherwise torch logs a warning each second while a rank waits.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous

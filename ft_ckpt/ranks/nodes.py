@@ -5,7 +5,8 @@ import socket
 import time
 from typing import Any
 
-_ANNOUNCE_SECONDS = 1.0  # that an error waits for ranks that have not made their first call
+# An error waits at most this long for ranks that have not announced their nodes yet.
+_ANNOUNCE_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 
 

@@ -1,10 +1,16 @@
-"""This rank, its process group, and collective operations that end on all ranks when one fails.
+"""Lets ranks agree on a result, and ends an operation on all ranks when one of them fails.
 
-Agreement uses the process group's key-value store, not a collective. So no rank waits in a GPU
-operation while rank 0 writes (no watchdog fires), and errors name a missing rank by number. An
-error on one rank reaches the others within a second (with more than 1,000 ranks, a second for each
-1,000): the failed rank reports it under the next agreement, and the others poll for such reports
-wherever they wait. The same calls work with one process and no process group.
+Ranks agree when each of them calls `Ranks.agree`: they exchange values and errors, rank 0 decides,
+and all get the same result or raise an error. The messages go through the key-value store of the
+process group, not through a collective. So no rank waits in a GPU operation while rank 0 writes,
+and no watchdog of such operations fires. An error can also name a missing rank by its number.
+
+While a rank works between two agreements, in a `deferring_error` block, it may fail. It then stores
+a report under the key of the next agreement. The other ranks poll for such a report wherever they
+wait. So they raise the error within a second (with more than 1,000 ranks, a second for each 1,000).
+
+A rank that works for long sends signs of life, so that the others do not take it for lost. The same
+calls work with one process and no process group.
 """
 
 import json
@@ -27,17 +33,22 @@ from ft_ckpt.ranks.outcomes import Outcome
 
 T = TypeVar("T")
 
-_BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
-_POLL_SECONDS = 0.1  # between polls of a working rank for failure reports
-_POLLS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
-_MAX_POLLED = 32  # ranks whose signs of life are polled at a time
+# A working rank sends a sign of life this often, which is well below any sensible time-out.
+_BEAT_SECONDS = 1.0
+# A working rank polls for failure reports this often.
+_POLL_SECONDS = 0.1
+# All ranks together poll at most this often, because one process answers them.
+_POLLS_PER_SECOND = 1000
+# The signs of life of at most this many ranks are polled at a time.
+_MAX_POLLED = 32
 
 
 @contextmanager
-def beside_thread(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+def thread_during_block(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
     """Run `work` in a daemon thread during the block.
 
-    It must return soon after its event is set.
+    The argument of `work` is an event, which is set at the end of the block. `work` must return
+    soon after that.
     """
     done = threading.Event()
     thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
@@ -53,24 +64,39 @@ def beside_thread(name: str, work: Callable[[threading.Event], None]) -> Iterato
 class Ranks:
     """This process among its peers: `rank` of `size`.
 
-    A key-value `store` connects them; it is None with one process.
+    Agreements are numbered, so that each has its own keys in the store. A `deferring_error` block
+    begins a new scope: the agreements inside it are numbered separately from those around it. So a
+    rank that fails inside a block, and others that do not, have the same number after it.
+
+    Attributes:
+        rank: The number of this process.
+        size: The number of processes.
+        store: The key-value store that connects them; None with one process.
+        timeout_seconds: How long a rank waits for another without a sign of life.
+        rounds: How many agreements there were in this scope.
+        slots: How often a rank was ready to receive tensors since the last agreement.
+        channel: A name that separates the agreements of a background thread from those of the main
+            thread.
+        scope: The prefix of the keys of this scope.
+        later_agreements: Keys of the agreements that follow the blocks in which this rank is.
+        deletable_keys: Keys that this rank has set, and that no rank needs after the next
+            agreement.
+        parts_by_key: The number of parts of each value of this rank that is stored in several.
+        polled_at: The time of the last poll for failure reports.
     """
 
     rank: int
     size: int
     store: Any = None
     timeout_seconds: float = 600.0
-    rounds: int = 0  # agreements of this scope
-    slots: int = 0  # for receiving tensors, since the last agreement
-    channel: str = ""  # separates the agreements of another thread from the main one's
-    scope: str = ""  # of the attempts this rank is in: their agreements are counted separately
-    # keys of the agreements that follow the attempts this rank is in
+    rounds: int = 0
+    slots: int = 0
+    channel: str = ""
+    scope: str = ""
     later_agreements: tuple[str, ...] = ()
-    # this rank's keys that no rank needs after the next agreement
     deletable_keys: list[str] = field(default_factory=list)
-    # number of parts of this rank's values that have several, by key
     parts_by_key: dict[str, int] = field(default_factory=dict)
-    polled_at: float = 0.0  # for failure reports
+    polled_at: float = 0.0
 
     @property
     def is_main(self) -> bool:
@@ -81,7 +107,7 @@ class Ranks:
     def node(self) -> str | None:
         """The host name of this rank for errors; None if all ranks are on one node.
 
-        It waits up to a second for ranks that have not announced theirs yet.
+        This waits up to a second for ranks that have not announced their host names yet.
         """
         if self.size == 1:
             return None
@@ -102,27 +128,34 @@ class Ranks:
         error: BaseException | None = None,
         same: tuple[str, ...] = (),
         timeout_seconds: float | None = None,
-        decide: Callable[[Values], Any] = agreement.value_of_leader,
+        decide: Callable[[Values], Any] = agreement.value_of_rank_0,
     ) -> Agreed:
         """Exchange a `value` of each rank, and decide on rank 0 what every rank gets.
 
-        A value is JSON. Rank 0 calls `decide` with all values. `what` names the call in errors. The
-        result should not grow with the number of ranks, because every rank reads it. `decide` may
-        take long: rank 0 reports meanwhile that it is alive. The fields named in `same` must be
-        equal on all ranks. Raises this rank's own `error` unchanged; on the other ranks RankError
-        naming the rank that failed, NoSpaceError or LeaseTakenError; on all ranks the error of
-        `decide`; RanksDisagreeError if values differ, or if a rank does not call it within
-        `timeout_seconds` (default: the object's) or can no longer call it.
+        Collective: call it on every rank. `what` names the call in errors. A value is JSON, and its
+        fields named in `same` must be equal on all ranks. Rank 0 calls `decide` with all values; by
+        default every rank gets the value of rank 0. The result should not grow with the number of
+        ranks, because every rank reads it. `decide` may take long, because rank 0 sends signs of
+        life meanwhile.
+
+        Raises:
+            The `error` of this rank, unchanged.
+            RankError: Another rank has failed; the text names it.
+            NoSpaceError, LeaseTakenError: Another rank has failed with this error.
+            RanksDisagreeError: Values differ, or a rank does not call it within `timeout_seconds`
+                (by default those of this object), or can no longer call it.
+            The error of `decide`, on all ranks.
         """
         if self.size == 1:
             if error is not None:
                 raise error
             alone = [json.loads(json.dumps(dict(value or {})))]  # JSON, as with several ranks
             return Agreed(json.loads(json.dumps(decide(alone))), alone)
-        facts = self._facts_of(error)
-        self._report_failure(facts)
-        entry = {"what": what, "value": dict(value or {}), **facts}
-        self.rounds, self.slots = self.rounds + 1, 0
+        error_fields = self._describe_error(error)
+        self._report_failure(error_fields)
+        entry = {"what": what, "value": dict(value or {}), **error_fields}
+        self.rounds += 1
+        self.slots = 0
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             self._check_failures()
@@ -142,11 +175,11 @@ class Ranks:
 
     @contextmanager
     def deferring_error(self) -> "Iterator[Outcome]":
-        """Keep the error of the block until `agree`, which gets it and raises it on all ranks.
+        """Keep the error of the block, so that `agree` raises it on all ranks.
 
-        All ranks call it. Meanwhile this rank reports that it is alive. Its error is raised on the
-        other ranks as well, as soon as they wait or poll (`check_peers`) inside their block, so
-        that all reach the agreement.
+        Collective: call it on every rank, and pass the error to `agree` after the block. During the
+        block this rank sends signs of life. If it fails, the other ranks raise its error as soon as
+        they wait or poll (`check_peers`) in their blocks. So all ranks reach the agreement.
         """
         outcome = Outcome()
         if self.size == 1:
@@ -161,7 +194,7 @@ class Ranks:
                 yield outcome
         finally:
             self.scope, self.rounds, self.later_agreements = outside
-        self._report_failure(self._facts_of(outcome.error))
+        self._report_failure(self._describe_error(outcome.error))
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """Return the result of `action` and None, or None and its error; see `deferring_error`."""
@@ -181,9 +214,10 @@ class Ranks:
         return result
 
     def check_peers(self) -> None:
-        """Raise the failure of another rank: NoSpaceError, LeaseTakenError, or RankError naming it.
+        """Raise the error of another rank, if one has failed.
 
-        Cheap enough for any loop.
+        That is NoSpaceError, LeaseTakenError, or RankError naming the rank. The call is cheap
+        enough for any loop, because it polls only at intervals.
         """
         if self.size == 1:
             return
@@ -195,20 +229,22 @@ class Ranks:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Report during the block that this rank is alive, so that the others continue to wait.
+        """Send signs of life during the block, so that the other ranks continue to wait.
 
-        A thread reports, because the work may be one long system call. It ends with the process.
+        A thread sends them, because the work may be one long system call. The thread does not keep
+        the process alive.
         """
         if self.size == 1:
             yield
             return
 
         def send_beats(done: threading.Event) -> None:
-            with suppress(RankError):  # the store is gone: raised where something waits for it
+            # If the store is gone, the thread ends. Whoever waits for the store raises the error.
+            with suppress(RankError):
                 while not done.wait(_BEAT_SECONDS):
                     self.store.set(self._beat_key(self.rank), str(time.monotonic_ns()))
 
-        with beside_thread("ft_ckpt-beat", send_beats):
+        with thread_during_block("ft_ckpt-beat", send_beats):
             yield
 
     def open_receive_slot(self, senders: Sequence[int]) -> None:
@@ -251,9 +287,10 @@ class Ranks:
     def _collect_entries(
         self, what: str, same: tuple[str, ...], limit: float, decide: Callable[[Values], Any]
     ) -> tuple[dict[str, Any], Values]:
-        """Collect the entries of all ranks and store the verdict for the others.
+        """Collect the entries of all ranks, on rank 0, and store the verdict for the others.
 
-        Each rank deletes its own keys, because one rank would need a call for each of the others.
+        Returns the verdict and the values of all ranks. Each rank deletes its own keys, because
+        rank 0 would need a call for each of the others.
         """
         names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
         present = list(range(self.size))
@@ -264,13 +301,13 @@ class Ranks:
         problem = agreement.judge_entries(what, entries, self.size, same, limit)
         values: Values = [entry["value"] for entry in entries.values()]
         with self.working():
-            verdict = problem or agreement.verdict_on(values, decide, self._facts_of)
+            verdict = problem or agreement.verdict_on(values, decide, self._describe_error)
         self._put_value(f"{self.rounds}/verdict", verdict)
-        # so all have read the previous verdict and used its receive slots
+        # All ranks are here, so all have read the previous verdict and used its receive slots.
         if len(present) == self.size:
             self._delete_keys()
         used_names = [f"{self.rounds}/verdict", names[0]]
-        if verdict["problem"]:  # then the other ranks leave their entries
+        if verdict["problem"]:  # then the other ranks do not delete their entries
             used_names += [*names[1:], f"{self.rounds}/failed"]
         self.deletable_keys += map(self._store_key, used_names)
         return verdict, values
@@ -278,13 +315,14 @@ class Ranks:
     def _await_verdict(self, what: str, limit: float) -> dict[str, Any]:
         """Wait for rank 0 to arrive, then for its verdict.
 
-        Each sign of life of rank 0 begins the wait again: `limit` seconds until it arrives, and a
-        minute more for the verdict.
+        The wait until rank 0 arrives ends after `limit` seconds without a sign of life of rank 0.
+        The wait for the verdict has a minute more.
         """
         has_arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
         if has_arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
             return self._read_verdict()
-        # Rank 0 may still arrive: it must not count this entry as the presence of this rank.
+        # Rank 0 may still arrive, and must not take this rank for present. So the entry says that
+        # it gave up.
         entry = {
             "what": what,
             "value": {},
@@ -300,16 +338,18 @@ class Ranks:
     def _read_verdict(self) -> dict[str, Any]:
         verdict: agreement.Verdict
         (verdict,) = get_values(self.store, [self._store_key(f"{self.rounds}/verdict")])
-        if not verdict["problem"]:  # else a late rank must see which ranks went on
+        # After a problem the entries stay, so that a late rank sees which ranks have gone on.
+        if not verdict["problem"]:
             self._delete_key(self._store_key(f"{self.rounds}/{self.rank}"))
-            self._delete_keys()  # all have arrived, so this rank's receive slots are used
+            # All ranks have arrived, so none needs this rank's receive slots any more.
+            self._delete_keys()
         return verdict
 
     def _await_names(self, names: Sequence[str], awaited: Iterable[int], limit: float) -> bool:
-        """Wait for `names`, each set by one of the ranks `awaited`.
+        """Wait until all keys `names` are set. The ranks `awaited` set one of them each.
 
-        False after `limit` seconds without a sign of life. If many are missing, only the first ones
-        are polled. Raises as `_check_failures` does.
+        Returns False after `limit` seconds without a sign of life. If many keys are missing, only
+        the ranks of the first ones are polled. Raises what `_check_failures` raises.
         """
         deadline = time.monotonic() + limit
         last_beats: list[bytes] = []
@@ -328,7 +368,7 @@ class Ranks:
         return True
 
     def _beats_of(self, ranks: Iterable[int]) -> list[bytes]:
-        """Return the last signs of life of those of `ranks` that have sent any."""
+        """Return the last sign of life of each rank in `ranks` that has sent one."""
         beats = []
         for rank in ranks:
             key = self._beat_key(rank)
@@ -337,13 +377,18 @@ class Ranks:
         return beats
 
     def _check_failures(self, missing: Sequence[tuple[str, int]] = ()) -> None:
-        """Raise if keys in `missing` will never be set: their rank has failed or gone on."""
+        """Raise an error if another rank has failed, or if a missing key will never be set.
+
+        `missing` has pairs of a key for which this rank waits, and the rank that should set it. A
+        rank that has entered a later agreement will not set it.
+        """
         for later in (*self.later_agreements, self._store_key(f"{self.rounds + 1}")):
             has_failure = self.store.check([f"{later}/failed"])
             gone = [rank for _, rank in missing if self.store.check([f"{later}/{rank}"])]
             if not (has_failure or gone):
                 continue
-            # a rank that has set the last of them may have entered the next agreement already
+            # A rank may have set the last of these keys, and then entered the next agreement,
+            # since this rank has looked.
             if missing and self._are_set([name for name, _ in missing]):
                 continue
             if has_failure:
@@ -352,24 +397,26 @@ class Ranks:
                 f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}"
             )
 
-    def _facts_of(self, error: BaseException | None) -> dict[str, Any]:
+    def _describe_error(self, error: BaseException | None) -> dict[str, Any]:
         """Describe the error of this rank to the others, with its node if there are several."""
-        return agreement.error_facts(error, None if error is None else self.node)
+        node = None if error is None else self.node
+        return agreement.describe_error(error, node)
 
-    def _report_failure(self, facts: Mapping[str, Any]) -> None:
-        """Report at the next agreement that this rank has failed, if it has.
+    def _report_failure(self, error_fields: Mapping[str, Any]) -> None:
+        """Store a report under the key of the next agreement, if this rank has failed.
 
-        The first report of any rank counts.
+        `error_fields` is the result of `_describe_error`. If several ranks fail, the first report
+        stays.
         """
-        if facts["error"] is not None:
-            report = json.dumps(agreement.failure_of_rank(self.rank, facts))
+        if error_fields["error"] is not None:
+            report = json.dumps(agreement.failure_of_rank(self.rank, error_fields))
             with suppress(RankError):  # the store is gone: report the local failure
                 self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", report)
 
     def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:
-        """Wait at most `seconds`, or a second, until all names are set; return whether they are.
+        """Wait until all names are set, at most `seconds` or one second; return whether they are.
 
-        The leading names that are set are removed from `missing`.
+        If time is up, the first names that are set are removed from `missing`.
         """
         wait = timedelta(seconds=min(_BEAT_SECONDS, max(seconds, 0.001)))
         try:

@@ -1,4 +1,4 @@
-"""Names the tensors that not all ranks have."""
+"""Names the tensors that some ranks do not have, in an error."""
 
 from collections.abc import Callable, Iterable
 from typing import NoReturn
@@ -11,17 +11,19 @@ from ft_ckpt.ranks.ranks import Ranks
 def name_differing_tensors(
     ranks: Ranks, what: str, digest: str, names_of: Callable[[], Iterable[str]]
 ) -> None:
-    """Raise RanksDisagreeError naming the tensors that some ranks lack.
+    """Raise RanksDisagreeError naming the tensors that some ranks do not have.
 
-    `digest` covers the tensors of this rank. Of the ranks with the same digest, the first alone
-    sends its names. Collective: call it on every rank.
+    `digest` covers the tensors of this rank, and `names_of` returns their names. Ranks with equal
+    digests have equal names, so only the first of them sends its names. Collective: call it on
+    every rank.
     """
-    first = ranks.agree(what, {"digest": digest}, decide=_first_by_digest).result
-    names = [*names_of()] if ranks.rank in first else []
+    senders = ranks.agree(what, {"digest": digest}, decide=_first_by_digest).result
+    names = [*names_of()] if ranks.rank in senders else []
     ranks.agree(f"{what}, by name", {"digest": digest, "names": names}, decide=_refuse_differing)
 
 
 def _first_by_digest(values: Values) -> list[int]:
+    """Return the first rank with each digest."""
     first: dict[str, int] = {}
     for rank, value in enumerate(values):
         first.setdefault(value["digest"], rank)
@@ -36,7 +38,8 @@ def _refuse_differing(values: Values) -> NoReturn:
     for group in groups.values():
         for name in values[group[0]]["names"]:
             ranks_by_name.setdefault(name, []).extend(group)
-    # tensors by the ranks that alone hold them: the stages, if the model is a pipeline
+    # Tensors that not all ranks have, by the ranks that have them. If the model is a pipeline,
+    # these ranks are its stages.
     stages: dict[tuple[int, ...], list[str]] = {}
     for name, holders in ranks_by_name.items():
         if len(holders) < len(values):

@@ -1,4 +1,11 @@
-"""The exchange of a save before any tensor moves: plans and replicas are compared."""
+"""Compares the plans and the replicas of all ranks, before a save moves any tensor.
+
+The ranks agree: each rank sends a description of its save as JSON, rank 0 compares these
+descriptions, and every rank gets the same answer. An error of one rank is raised on all ranks.
+
+A replica is a copy of a tensor, or of a shard, that several ranks should hold with equal bits. The
+save stores the replica of the first rank that has one.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,30 +24,43 @@ from ft_ckpt.saving.planning import (
     ReplicaDigest,
     SavePlan,
     describe_differences,
-    differing_places,
+    differing_boxes,
     differing_replicas,
     digest_replicas,
-    digests_by_place,
+    digests_by_box,
     replicated_tensors,
 )
-from ft_ckpt.saving.reuse_frozen import Offer
+from ft_ckpt.saving.reuse_frozen import Candidates
 from ft_ckpt.saving.stage import StagedSave
 
 
 @dataclass(frozen=True, eq=False)
 class AgreedSave:
-    """The result of the exchange that precedes every write.
+    """What all ranks know about a save before they write.
 
-    Identical on all ranks except `plan` and `samples`.
+    All fields except `plan` and `samples` are identical on all ranks.
+
+    Attributes:
+        plan: The plan of this rank. Its request names the replicas that differ, once the replicas
+            were compared.
+        replicas_differ: Whether replicas differ. Then the save must be planned again, so that the
+            new plan stores the replicas of the first rank.
+        fits: Whether every rank has the memory for a snapshot.
+        has_state_dict: Whether the caller has passed a state dict on rank 0.
+        staging_folder: The staging folder of rank 0; None in a bucket.
+        candidates: Earlier files that may equal the planned files of frozen tensors, by the path
+            of the planned file.
+        samples: The sampled elements of the adapters' base models, from each rank; () except on
+            rank 0.
     """
 
-    plan: SavePlan  # its request has the replicas that differ, if they were compared
-    replicas_differ: bool  # the save must be planned again, to store the first rank's values
-    fits: bool  # whether every rank can take a snapshot
-    has_state_dict: bool  # whether the caller has passed a state dict on rank 0
-    staging_folder: str | None  # rank 0's, if it is on a disk
-    offers: Mapping[str, Offer]  # frozen files that may exist already, by path
-    samples: tuple[BaseSamples, ...]  # of each rank; on rank 0 alone
+    plan: SavePlan
+    replicas_differ: bool
+    fits: bool
+    has_state_dict: bool
+    staging_folder: str | None
+    candidates: Mapping[str, Candidates]
+    samples: tuple[BaseSamples, ...]
 
 
 def agree_on_plan(
@@ -52,54 +72,60 @@ def agree_on_plan(
     *,
     fits: bool = True,
 ) -> AgreedSave:
-    """Compare the plans and the replicas of all ranks in the exchange `what`.
+    """Compare the plans and the replicas of all ranks.
 
-    `plan` and `staged` are None after an `error` of this rank. `fits` says whether this rank can
-    take a snapshot; in the result it says whether all ranks can. Collective: call it on every rank.
-    Raises the error of any rank, RanksDisagreeError naming tensors that differ, and
-    RanksDisagreeError naming replicas that differ if `on_difference="raise"`.
+    `what` names the call in errors. `plan` and `staged` are None if this rank has failed with
+    `error`. `fits` says whether this rank has the memory for a snapshot; `AgreedSave.fits` says
+    whether all ranks have it. Collective: call it on every rank. Raises the error of any rank,
+    RanksDisagreeError naming tensors that differ in name, shape or dtype, and RanksDisagreeError
+    naming replicas that differ if `on_difference="raise"`.
     """
     ranks = context.ranks
     digests: dict[str, ReplicaDigest] | None = None
     if error is None and plan is not None and _compares_replicas(plan, ranks):
         digests, error = ranks.attempt(partial(_digest_of_replicas, plan, ranks))
-    facts: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     if error is None and plan is not None and staged is not None:
-        facts = _describe_save(plan, staged, digests or {})
+        described = _describe_save(plan, staged, digests or {})
     agreed = ranks.agree(
-        what, {**facts, "fits": fits}, error, same=("path", "kind", "step"), decide=_terms_of
+        what,
+        {**described, "fits": fits},
+        error,
+        same=("path", "kind", "step"),
+        decide=_compare_on_rank_0,
     )
     assert plan is not None, "the agreement has raised the error"
-    terms = agreed.result
-    if not terms["alike"]:
-        digest = facts["tensors"]
+    answer = agreed.result
+    if not answer["same_tensors"]:
+        digest = described["tensors"]
         name_differing_tensors(ranks, "the tensors of save()", digest, partial(_stored_names, plan))
-    # If rank 0 has a state dict, no rank compares: other ranks may not have been passed one.
-    if digests is not None and not terms["state_dict"]:
-        differing = differing_replicas(digests, terms["differing_places"], ranks)
+    # If rank 0 has a state dict, replicas are not compared: the caller may have passed none on the
+    # other ranks, and these would compare the live tensors.
+    if digests is not None and not answer["state_dict"]:
+        differing = differing_replicas(digests, answer["differing_boxes"], ranks)
         if differing:
             text = describe_differences(differing)
             report_differences(text, str(plan.request.target), ranks, context.config)
         plan = replace(plan, request=replace(plan.request, differing=differing))
-    offers = {}
-    for path, (count, offered) in terms["offers"].items():
-        offers[path] = Offer(count, tuple(offered))
+    candidates = {}
+    for path, (writer_count, of_file) in answer["candidates"].items():
+        candidates[path] = Candidates(writer_count, tuple(of_file))
     return AgreedSave(
         plan,
         replicas_differ=digests is not None and bool(plan.request.differing),
-        fits=terms["fits"],
-        has_state_dict=terms["state_dict"],
-        staging_folder=terms["stage"],
-        offers=offers,
+        fits=answer["fits"],
+        has_state_dict=answer["state_dict"],
+        staging_folder=answer["stage"],
+        candidates=candidates,
         samples=tuple(value["samples"] for value in agreed.values),
     )
 
 
 def report_differences(differences: str, saved: str, ranks: Ranks, config: SaverConfig) -> None:
-    """Raise RanksDisagreeError for differences between ranks, or warn of them.
+    """Raise RanksDisagreeError for differences between ranks, or warn of them, or do neither.
 
-    `config.on_difference` decides which. `differences` describes the differences; `saved` names the
-    checkpoint.
+    `config.on_difference` decides which. `differences` is a text that describes the differences.
+    `saved` names the checkpoint.
     """
     if config.on_difference == "raise":
         raise RanksDisagreeError(
@@ -114,9 +140,10 @@ def report_differences(differences: str, saved: str, ranks: Ranks, config: Saver
 def _compares_replicas(plan: SavePlan, ranks: Ranks) -> bool:
     if ranks.size == 1:
         return False
-    if plan.request.differing is not None:  # compared before this save was planned again
+    # They were compared before this save was planned again.
+    if plan.request.differing is not None:
         return False
-    # a state dict is complete on rank 0, which has no replicas of it to compare
+    # A state dict is complete on rank 0. The other ranks have no replicas of it.
     return plan.request.state_dict is None
 
 
@@ -127,22 +154,29 @@ def _digest_of_replicas(plan: SavePlan, ranks: Ranks) -> dict[str, ReplicaDigest
 def _describe_save(
     plan: SavePlan, staged: StagedSave, digests: Mapping[str, ReplicaDigest]
 ) -> dict[str, Any]:
-    """Return the facts, as JSON, that ranks compare or that rank 0 needs from every rank."""
+    """Describe the save of this rank, as JSON.
+
+    The fields are what rank 0 compares between ranks, and what it needs from every rank.
+    """
     request = plan.request
-    is_merged = request.merge is not None
-    store = staged.store
-    offers = {path: [offer.ranks, offer.digests] for path, offer in staged.offers.items()}
+    kind = request.kind if request.merge is None else "merged"
+    # The staging folder, if it is on a disk: then ranks may write files together.
+    stage = None
+    if staged.store is not None and staged.store.local_folder is not None:
+        stage = staged.store.url
+    candidates = {}
+    for path, of_file in staged.candidates.items():
+        candidates[path] = [of_file.writer_count, of_file.digests]
     return {
         "path": str(request.target),
-        "kind": "merged" if is_merged else request.kind,
+        "kind": kind,
         "step": request.step,
         "tensors": _digest_of_specs(plan),
         "state_dict": request.state_dict is not None,
         "samples": plan.samples,
-        # the staging folder, in which ranks may write files together
-        "stage": store.url if store is not None and store.local_folder is not None else None,
-        "offers": offers,
-        "replicas": digests_by_place(digests),
+        "stage": stage,
+        "candidates": candidates,
+        "replicas": digests_by_box(digests),
     }
 
 
@@ -155,6 +189,7 @@ def _digest_of_specs(plan: SavePlan) -> str:
 
 
 def _stored_names(plan: SavePlan) -> list[str]:
+    """Return the name of each stored tensor, after the folder of its part."""
     names: list[str] = []
     for part_plan in plan.plans:
         part = part_plan.part
@@ -163,14 +198,14 @@ def _stored_names(plan: SavePlan) -> list[str]:
     return names
 
 
-def _terms_of(values: Values) -> dict[str, Any]:
-    """Return, on rank 0, the terms on which all ranks continue.
+def _compare_on_rank_0(values: Values) -> dict[str, Any]:
+    """Compare the descriptions of all ranks; return what every rank has to know, as JSON.
 
     Raises RanksDisagreeError if other ranks have a state dict and rank 0 does not.
     """
     first = values[0]
     with_state_dict = [str(rank) for rank, value in enumerate(values) if value["state_dict"]]
-    # else rank 0 would wait for tensors that the other ranks do not send
+    # Without this check rank 0 would wait for tensors that the other ranks do not send.
     if with_state_dict and not first["state_dict"]:
         raise RanksDisagreeError(
             f"state_dict= was given on rank(s) {', '.join(with_state_dict)} and not on rank 0, "
@@ -178,9 +213,9 @@ def _terms_of(values: Values) -> dict[str, Any]:
         )
     return {
         "stage": first["stage"],
-        "offers": first["offers"],
+        "candidates": first["candidates"],
         "state_dict": first["state_dict"],
         "fits": all(value["fits"] for value in values),
-        "alike": all(value["tensors"] == first["tensors"] for value in values),
-        "differing_places": differing_places(value["replicas"] for value in values),
+        "same_tensors": all(value["tensors"] == first["tensors"] for value in values),
+        "differing_boxes": differing_boxes(value["replicas"] for value in values),
     }

@@ -1,9 +1,14 @@
-"""Background saves: the thread that writes a snapshot, and its errors.
+"""Runs the saves of one saver, in the foreground or in a background thread.
 
-The call plans the save, agrees on it with all ranks and begins to copy the tensors. Then a thread
-runs `run_save` from the copies; its agreements use a channel that no other save uses. The thread
-moves no tensors between ranks: each rank writes the elements that it holds. Where each file has one
-writer, as in a bucket, the call gathers the elements that the writer lacks.
+A background save has two halves. The call plans the save, compares the plans of all ranks, and
+begins to copy the tensors into host memory: this is the snapshot. Then a thread writes the copies
+by `run_save`, while training goes on.
+
+The thread must not disturb the collectives of training, so it moves no tensors between ranks. Each
+rank writes the elements that it holds. If each file has one writer, as in a bucket, the call
+gathers the elements that the writer does not hold. The ranks still exchange outcomes in the thread,
+through the key-value store. These messages have a channel of their own, which separates them from
+those of the training thread.
 """
 
 import atexit
@@ -51,20 +56,25 @@ from ft_ckpt.values import parse_size
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# Optimizers that call a hook before they step -> the further tensors that their steps change
+# Optimizers that call a hook before they step, with the tensors that their steps change in addition
+# to their parameters and state.
 Steppers = Mapping[torch.optim.Optimizer, Sequence[Tensor]]
-# called with the report, or None after an error, and the seconds that optimizers waited for copies
+# A function of two arguments: the report, or None after an error, and the seconds that optimizers
+# have waited for copies.
 OnEnd = Callable[[SaveReport | None, float], object]
 
-_LAG_SECONDS = 0.001  # lets the caller go on before the thread takes the GIL
-_MAX_STEPS_BETWEEN_CHECKS = 64  # training steps between exchanges of whether a save has ended
-_channels = count(1)  # channel ids; incremented in lockstep on all ranks
+# The thread sleeps this long at its start, so that the caller goes on before it takes the GIL.
+_LAG_SECONDS = 0.001
+# The ranks exchange at least every so many training steps whether a save has ended.
+_MAX_STEPS_BETWEEN_CHECKS = 64
+# Numbers of channels. Saves are collective, so all ranks take the same number for a saver.
+_channels = count(1)
 
 
 def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
-    """Run the method outside of `torch.inference_mode`.
+    """Decorate a method to run outside of `torch.inference_mode`.
 
-    Training can modify the tensors that the method creates.
+    Training could not modify tensors that the method creates in this mode.
     """
 
     @wraps(method)
@@ -78,20 +88,30 @@ def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
 
 
 class SaveRunner:
-    """Run the saves of one saver: in the foreground, or one at a time in the background.
+    """Runs the saves of one saver: in the foreground, or one at a time in the background.
 
-    `steppers` returns the optimizers whose steps wait for the copies of a background save.
+    Attributes:
+        on_end: Called once by `wait_for_save` for the save in flight.
+        snapshot: The copies of the save in flight.
+        queue: The thread of background saves.
+        future: The last background save, until it is waited for.
     """
 
     def __init__(self, steppers: Callable[[], Steppers], *, background: bool = False) -> None:
-        self.on_end: OnEnd | None = None  # of the save in flight, called once by `wait_for_save`
+        """Prepare for saves.
+
+        `steppers` returns the optimizers whose steps wait for the copies of a background save.
+        `background` says whether background saves are expected, so that the first one is as fast as
+        the others.
+        """
+        self.on_end: OnEnd | None = None
         self.snapshot = Snapshot()
         self.queue = JobQueue()
-        self.future: Future[SaveReport] | None = None  # of the last save, until it is waited for
+        self.future: Future[SaveReport] | None = None
         self._steppers = steppers
         self._channel = ""
         self._steps_in_flight = 0
-        self._shared = SharedFolders()
+        self._shared_folders = SharedFolders()
         _runners.add(self)
         if background:
             load_conversion_table()
@@ -99,14 +119,14 @@ class SaveRunner:
     def save(
         self, make_request: Callable[[], SaveRequest], config: SaverConfig
     ) -> SaveReport | PendingSave:
-        """Carry out a request, in the background if `config.background`.
+        """Carry out the save that `make_request` requests.
 
-        Returns the report, or in the background a handle that resolves to it. An error of
-        `make_request` is raised on all ranks. Collective: call it on every rank. Raises what
-        `run_save` raises.
+        Returns the report. With `config.background`, returns a handle that resolves to the report.
+        An error of `make_request` is raised on all ranks. Collective: call it on every rank. Raises
+        what `run_save` raises.
         """
         ranks = current_ranks(config.enter_timeout_seconds)
-        context = SaveContext(ranks, config, shared=self._shared)
+        context = SaveContext(ranks, config, shared_folders=self._shared_folders)
         if config.background:
             return self._start_in_background(make_request, context)
         return run_save(Attempt(make_request), context)
@@ -114,41 +134,46 @@ class SaveRunner:
     def _start_in_background(
         self, make_request: Callable[[], SaveRequest], context: SaveContext
     ) -> PendingSave:
-        """Start a save in the background, or run it in the foreground if it needs that.
+        """Start a save in the background, or run it in the foreground if it cannot be.
 
-        A save runs in the foreground if its copies exceed `snapshot_bytes`, if tensors must move
-        between ranks while files are written, or if rank 0 must write everything: some ranks do not
-        see the target folder, or it is a mounted bucket.
+        A save runs in the foreground in three cases: its copies exceed `snapshot_bytes`; tensors
+        must move between ranks while files are written; or rank 0 must write everything, because
+        some ranks do not see the target folder or it is a mounted bucket.
         """
         attempt, snapshot = self._plan_and_agree(make_request, context)
-        request, ranks = attempt.make_request(), context.ranks
-        folder, mode = request.target.beside, Mode.MAIN
+        ranks = context.ranks
+        request = attempt.make_request()
+        folder = request.target.beside
+        mode = Mode.MAIN
         if snapshot is not None:
-            planned_mode = self._shared.last_mode(folder)
-            mode = self._shared.sharing_of(folder, ranks).mode
+            planned_mode = self._shared_folders.last_mode(folder)
+            mode = self._shared_folders.sharing_of(folder, ranks).mode
+            # The first plan for a folder expects the mode of most folders.
             if mode not in (planned_mode, Mode.MAIN):
                 attempt, snapshot = self._plan_and_agree(lambda: request, context)
-        self._steps_in_flight, self.snapshot.waited_seconds = 0, 0.0
+        self._steps_in_flight = 0
+        self.snapshot.waited_seconds = 0.0
         if snapshot is None or mode is Mode.MAIN:
             report = run_save(replace(attempt, writes=None), context)
             self.future = Future()
             self.future.set_result(report)
             return PendingSave(path=report.path, future=self.future)
-        # An error of the first copies is kept for the thread, in which all ranks agree on errors:
-        # raised here, it would leave the other ranks waiting.
+        # An error of the first copies is kept for the thread, which raises it on all ranks. If it
+        # were raised here, the other ranks would wait for this one.
         copy_outcome = Outcome()
         with copy_outcome.deferring_error():
             self.snapshot.begin_copies(snapshot.now, snapshot.late)
         try:
             copies = gather_for_writers(snapshot, ranks)
-            # the first step of the thread completes `copies`; it reads from them afterwards
+            # `_complete_copies` is the first step of the thread. It adds the late copies to
+            # `copies` before the thread reads any.
             from_copies = replace(
                 attempt,
                 make_request=partial(self._complete_copies, request, copies, copy_outcome),
                 sources=SnapshotSources(copies, snapshot.gathered_keys),
             )
-            in_thread = self._context_of_thread(context, snapshot)
-            save = partial(_save_after_lag, from_copies, in_thread)
+            thread_context = self._context_of_thread(context, snapshot)
+            save = partial(_save_after_lag, from_copies, thread_context)
             self.future = self.queue.start("ft_ckpt-save", save)
             return PendingSave(path=request.target.location, future=self.future)
         except BaseException:
@@ -156,11 +181,14 @@ class SaveRunner:
             raise
 
     def _context_of_thread(self, context: SaveContext, snapshot: SnapshotPlan) -> SaveContext:
-        """Return the context of the thread, with the channel for its agreements."""
+        """Return the context of the thread, whose ranks use the channel of this runner."""
         config = context.config
-        self._channel = self._channel or f"background-{next(_channels)}"
+        if not self._channel:
+            self._channel = f"background-{next(_channels)}"
         ranks = current_ranks(config.enter_timeout_seconds, self._channel)
-        if snapshot.gathers:  # digests of earlier files need the elements of all ranks
+        if snapshot.gathers:
+            # The digest of an earlier file needs the elements of all ranks, which the thread does
+            # not have.
             config = replace(config, reuse_frozen="off")
         return replace(context, ranks=ranks, config=config)
 
@@ -174,16 +202,19 @@ class SaveRunner:
         try:
             copies.update(self.snapshot.finish_copies())
         finally:
-            yield_to_training()  # after the copies, because the optimizer waits for them
+            # From here on the thread has a low priority. The copies had none, because the next step
+            # of the optimizer waits for them.
+            yield_to_training()
         copy_outcome.raise_error()
         return request
 
     def _plan_and_agree(
         self, make_request: Callable[[], SaveRequest], context: SaveContext
     ) -> tuple[Attempt, SnapshotPlan | None]:
-        """Plan the save and its snapshot, and agree on both with all ranks.
+        """Plan the save and its snapshot, and compare the plans of all ranks.
 
-        The snapshot is None if the save must run in the foreground.
+        Returns the attempt with this plan, and the snapshot, which is None if the save must run in
+        the foreground. Collective: call it on every rank.
         """
         attempt = Attempt(make_request)
         snapshot: SnapshotPlan | None = None
@@ -203,35 +234,39 @@ class SaveRunner:
         if agreed.replicas_differ:
             return self._plan_and_agree(lambda: request, context)
         attempt = replace(attempt, make_request=lambda: request, plan=agreed.plan)
-        return attempt, snapshot if agreed.fits else None
+        if not agreed.fits:
+            snapshot = None
+        return attempt, snapshot
 
     def _plan_snapshot(
         self, request: SaveRequest, context: SaveContext
     ) -> tuple[Attempt, SnapshotPlan | None]:
         """Plan the save and its snapshot on this rank.
 
-        Once copies begin, the next step of the run's optimizers waits for them. The snapshot is
-        None if tensors must move between ranks while files are written.
+        The optimizers of the run get a hook: once copies have begun, the next step waits for them.
+        The snapshot is None if tensors must move between ranks while files are written.
         """
         ranks, config = context.ranks, context.config
         steppers = {} if request.adapter_only else self._steppers()
         self.snapshot.watch_optimizers(steppers)
         plan: SavePlan = plan_save(request, ranks, config)
-        if config.each_rank_writes == "auto":  # the thread cannot gather from other ranks
+        if config.each_rank_writes == "auto":
+            # Each rank writes its own elements, even of a small checkpoint: the thread cannot
+            # gather them on rank 0.
             config = replace(config, each_rank_writes="on")
         has_state_dict = request.state_dict is not None
-        mode = self._shared.last_mode(request.target.beside)
+        mode = self._shared_folders.last_mode(request.target.beside)
         writes = plan_writes(plan, config, ranks.size, has_state_dict).limited_to(mode)
         attempt = Attempt(lambda: request, plan, writes)
-        gathers = ranks.size > 1 and mode is Mode.SPREAD
-        if gathers:
-            # the call gathers the live tensors of all ranks, but rank 0 alone has a state dict
+        call_gathers = ranks.size > 1 and mode is Mode.SPREAD
+        if call_gathers:
+            # A state dict is on rank 0 alone, so the call cannot gather its tensors on writers.
             if has_state_dict:
                 return attempt, None
-        elif writes.moves_tensors:  # while files are written, when the thread moves no tensors
+        elif writes.moves_tensors:
             return attempt, None
         changed = frozenset[int]() if has_state_dict else ids_changed_by_steps(steppers)
-        return attempt, plan_snapshot(writes, ranks, changed, gathers=gathers)
+        return attempt, plan_snapshot(writes, ranks, changed, gathers=call_gathers)
 
     def wait_for_save(self) -> SaveReport | None:
         """Wait for the save in flight and return its report, or raise its error.
@@ -239,9 +274,12 @@ class SaveRunner:
         Return None if no save is in flight.
         """
         if self.future is not None:
-            wait([self.future])  # if this is interrupted, the save stays in flight
-        future, self.future = self.future, None
-        on_end, self.on_end = self.on_end, None
+            # An interrupt ends this wait, but not the save, which stays in flight.
+            wait([self.future])
+        future = self.future
+        self.future = None
+        on_end = self.on_end
+        self.on_end = None
         report: SaveReport | None = None
         try:
             if future is not None:
@@ -255,7 +293,8 @@ class SaveRunner:
         """Check whether the save in flight has ended on all ranks.
 
         Collective: call it on every rank, at every training step. The ranks exchange their answers
-        at steps 1, 2, 4, ... after the start of the save, then at every 64th step.
+        at steps 1, 2, 4, ... after the start of the save, then at every 64th step. At the other
+        steps the result is False.
         """
         if self.future is None:
             return False
@@ -264,7 +303,8 @@ class SaveRunner:
             return has_ended
         self._steps_in_flight += 1
         is_power_of_two = self._steps_in_flight.bit_count() == 1
-        if not is_power_of_two and self._steps_in_flight % _MAX_STEPS_BETWEEN_CHECKS:
+        is_multiple = self._steps_in_flight % _MAX_STEPS_BETWEEN_CHECKS == 0
+        if not (is_power_of_two or is_multiple):
             return False
         agreed = ranks.agree(
             "saver.step()",
@@ -274,7 +314,7 @@ class SaveRunner:
         return bool(agreed.result)
 
     def close(self) -> None:
-        """Wait for the save in flight, unhook the optimizers and free the memory."""
+        """Wait for the save in flight, remove the hooks of optimizers and free the memory."""
         try:
             self.wait_for_save()
         finally:

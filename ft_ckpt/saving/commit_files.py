@@ -1,4 +1,9 @@
-"""Compares the written files with the model on rank 0, and commits them."""
+"""Compares the written files with the model on rank 0, and commits them.
+
+The ranks agree before the commit: each rank tells how its writing has ended, and an error of one
+rank is raised on all ranks. Rank 0 then makes the records of the files, checks the files, and
+commits them with their manifest.
+"""
 
 import time
 from collections import Counter
@@ -45,9 +50,9 @@ def commit_files(
 ) -> SaveReport | None:
     """Compare the written files with the model and commit them.
 
-    `written` is None after an `error` of this rank. Returns the report, or None if the disk is full
-    and `when_full` allows another try. Collective: call it on every rank. Raises the error of any
-    rank.
+    `written` is None if this rank has failed with `error`. Returns the report, or None if the disk
+    is full and the setting `when_full` allows another attempt. Collective: call it on every rank.
+    Raises the error of any rank.
     """
     plan, ranks = agreed.plan, context.ranks
     target = plan.request.target
@@ -55,6 +60,7 @@ def commit_files(
     is_full = retries and isinstance(error, NoSpaceError)
 
     def commit_on_rank_0(values: Values) -> dict[str, Any] | None:
+        """Return the fields of the report, or None if the save must be tried again."""
         if any(value["full"] for value in values):
             return None
         assert written is not None, "the agreement has raised the error"
@@ -67,14 +73,15 @@ def commit_files(
                 return None
             raise
 
-    facts: dict[str, Any] = {"full": is_full}
+    value: dict[str, Any] = {"full": is_full}
     if written is not None:
-        facts |= written.facts
-    reported = None if is_full else error
-    outcome = ranks.agree("the commit of save()", facts, reported, decide=commit_on_rank_0)
-    if outcome.result is None:
+        value |= written.to_exchange
+    # A full disk that allows another attempt is no error of the agreement.
+    reported_error = None if is_full else error
+    agreement = ranks.agree("the commit of save()", value, reported_error, decide=commit_on_rank_0)
+    if agreement.result is None:
         return None
-    fields = {**outcome.result, "notes": tuple(outcome.result["notes"])}
+    fields = {**agreement.result, "notes": tuple(agreement.result["notes"])}
     seconds = time.monotonic() - context.begun
     report = SaveReport(target.location, **fields, seconds=seconds, target=target)
     if ranks.is_main:
@@ -86,9 +93,10 @@ def commit_files(
 
 
 def follow_up(request: SaveRequest, report: SaveReport) -> SaveReport:
-    """Run what the request wants after the commit, such as pruning; return the final report.
+    """Run the request's steps after the commit, such as pruning; return the final report.
 
-    An error of it is a warning, because the checkpoint is there, and the other ranks go on.
+    If a step fails, the error becomes a warning: the checkpoint is committed, and the other ranks
+    go on.
     """
     if request.follow_up is None:
         return report
@@ -113,6 +121,7 @@ def _commit(
     files = [*files, *_link_second_names(plan, files, store)]
     for part_plan in plan.plans:
         check_written_files(part_plan, store)
+    # Notes are messages about this save, for its report and the manifest.
     notes = [*staged.notes, *request.notes]
     if request.check is not None:
         with local_folder(Place(store)) as folder:
@@ -123,8 +132,9 @@ def _commit(
         notes += notes_on_missing
     if compression is not None:
         files = _compress_files(files, store, compression)
-    manifest = _manifest_of(agreed, [*files, *staged.files, *collected], notes, context)
+    manifest = _make_manifest(agreed, [*files, *staged.files, *collected], notes, context)
     size_bytes = stored_bytes(store, manifest)
+    # Last: if another process has taken over the run's directory, nothing must be committed.
     if request.check_lease is not None:
         request.check_lease()
     staging.commit(manifest)
@@ -144,12 +154,15 @@ def _commit(
 def _link_second_names(
     plan: SavePlan, files: Sequence[FileRecord], store: Store
 ) -> list[FileRecord]:
-    """Link files under the second name of their format, if it has one; return the new records."""
+    """Link each file under the second name of its format, if the format has one.
+
+    Returns the records of the links.
+    """
     links = []
     for part_plan in plan.plans:
         paths = {file.path for file in part_plan.files}
-        of_part = [file for file in files if file.path in paths]
-        links += link_second_names(format_named(part_plan.format), of_part, store)
+        files_of_part = [file for file in files if file.path in paths]
+        links += link_second_names(format_named(part_plan.format), files_of_part, store)
     return links
 
 
@@ -158,87 +171,63 @@ def _compress_files(
 ) -> list[FileRecord]:
     """Compress the files in place and return their new records.
 
-    This is a second pass, because compressed sizes are unknown before.
+    This is a second pass over the files. They are laid out before they are written, and the size of
+    a compressed tensor is not known before.
     """
     for file in files:
         format_by_suffix(file.path).compress_file(Place(store, file.path), compression)
     return [read_record(store, file.path) for file in files]
 
 
-def _manifest_of(
+def _make_manifest(
     agreed: AgreedSave,
     files: Sequence[FileRecord],
     notes: Sequence[str],
     context: SaveContext,
 ) -> Manifest:
+    """Make the manifest of the checkpoint.
+
+    `notes` are added to the notes of its parts; a note is recorded once.
+    """
     plan, request, config = agreed.plan, agreed.plan.request, context.config
-    is_of_run = request.run_id is not None
-    return manifest_of(
-        plan.plans,
-        files,
-        agreed.samples,
-        compressed=config.compression is not None,
-        bases=plan.companions.bases,
-        classes=plan.companions.classes,
-        notes=notes,
+    companions = plan.companions
+    is_compressed = config.compression is not None
+    records = []
+    all_notes: list[str] = []
+    for part_plan in plan.plans:
+        name = part_plan.part.name
+        base = _base_with_fingerprint(name, companions.bases, agreed.samples)
+        records.append(_part_record(part_plan, base, companions.classes[name], is_compressed))
+        all_notes += part_plan.part.notes
+    all_notes += notes
+    # An export of a run has its model without the state of the run.
+    is_export_of_run = request.run_id is not None and request.run_state is None
+    return Manifest(
+        parts=tuple(records),
+        files=tuple(files),
+        created=datetime.now(timezone.utc).isoformat(),
+        versions=library_versions(),
+        shared=_shared_between(part_plan.part for part_plan in plan.plans),
+        notes=tuple(dict.fromkeys(all_notes)),
         kind=request.kind,
         step=request.step,
         metrics=request.metrics,
         world={"size": context.ranks.size, "engine": plan.engine},
         run_id=request.run_id,
         rankings=config.rankings,
-        export=bool(request.made_from) or (is_of_run and request.run_state is None),
+        export=bool(request.made_from) or is_export_of_run,
         made_from=request.made_from,
     )
 
 
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
-
-
-def manifest_of(
-    plans: Sequence[PartPlan],
-    files: Iterable[FileRecord],
-    samples: Sequence[BaseSamples],
-    *,
-    compressed: bool,
-    bases: Mapping[str, BaseRecord],
-    classes: Mapping[str, str],
-    notes: Sequence[str],
-    **facts: Any,
-) -> Manifest:
-    """Make the manifest of a checkpoint from its plans and `files`.
-
-    `samples` are the sampled elements of the adapters' bases, from each rank. `bases` and `classes`
-    are base records and class names by the name of the part. `notes` are added to the notes of the
-    parts, and `facts` are further fields of the manifest.
-    """
-    parts = [plan.part for plan in plans]
-    records = []
-    all_notes: list[str] = []
-    for plan in plans:
-        base = _base_with_fingerprint(plan.part.name, bases, samples)
-        records.append(_part_record(plan, base, classes[plan.part.name], compressed))
-        all_notes += plan.part.notes
-    all_notes += notes
-    return Manifest(
-        parts=tuple(records),
-        files=tuple(files),
-        created=datetime.now(timezone.utc).isoformat(),
-        versions=library_versions(),
-        shared=_shared_between(parts),
-        notes=tuple(dict.fromkeys(all_notes)),
-        **facts,
-    )
-
-
 def _part_record(
-    plan: PartPlan, base: BaseRecord | None, class_name: str, compressed: bool
+    plan: PartPlan, base: BaseRecord | None, class_name: str, is_compressed: bool
 ) -> PartRecord:
     part = plan.part
     tensors: list[TensorRecord] = []
     for file in plan.files:
         tensors += file.records()
-    if compressed:  # the plan does not know the places of compressed tensors
+    if is_compressed:  # the plan has the offsets of uncompressed tensors
         tensors = [replace(record, start=0, end=0) for record in tensors]
     trainable = []
     for entry in part.entries:
@@ -263,17 +252,21 @@ def _part_record(
 def _base_with_fingerprint(
     name: str, bases: Mapping[str, BaseRecord], samples: Sequence[BaseSamples]
 ) -> BaseRecord | None:
-    """Return the base of an adapter with its fingerprint, or None for other parts.
+    """Return the base model of the adapter `name` with its fingerprint, or None for other parts.
 
-    The fingerprint is merged from the samples of all ranks.
+    The fingerprint has a few elements of the base model. Each rank has sampled elements that it
+    holds; here the samples of all ranks are merged.
     """
     if name not in bases:
         return None
-    merged: dict[str, dict[str, float]] = {}
-    for of_rank in samples:
-        for tensor, values in of_rank.get(name, {}).items():
-            merged.setdefault(tensor, {}).update(values)
-    return replace(bases[name], fingerprint=merged)
+    fingerprint: dict[str, dict[str, float]] = {}
+    for samples_of_rank in samples:
+        for tensor, values in samples_of_rank.get(name, {}).items():
+            fingerprint.setdefault(tensor, {}).update(values)
+    return replace(bases[name], fingerprint=fingerprint)
+
+
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 
 
 @cache  # reading a package's metadata takes milliseconds
@@ -283,10 +276,11 @@ def library_versions() -> dict[str, str]:
 
 
 def _shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of "part:name" that are one tensor in several parts.
+    """Return the groups of names that are one tensor in several parts.
 
-    The name is relative to the part's module. Adapters are left out, because PEFT stores their
-    tensors under other names.
+    A name is "part:name", where the second name is relative to the part's module. For example,
+    ("policy:lm_head.weight", "value:model.lm_head.weight"). Adapters are left out, because PEFT
+    stores their tensors under other names.
     """
     members_by_key: dict[int, dict[str, None]] = {}
     for part in parts:

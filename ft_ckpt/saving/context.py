@@ -10,9 +10,16 @@ from ft_ckpt.saving.folder_sharing import SharedFolders
 
 @dataclass(frozen=True, eq=False)
 class SaveContext:
-    """The ranks and settings of a save, and when it was called."""
+    """The ranks and settings of a save, and when it was called.
+
+    Attributes:
+        ranks: The ranks that save together.
+        config: The settings.
+        begun: The value of `time.monotonic` at the call.
+        shared_folders: How ranks share the files of folders. All saves of a saver have one cache.
+    """
 
     ranks: Ranks
     config: SaverConfig
-    begun: float = field(default_factory=time.monotonic)  # time.monotonic() of the call
-    shared: SharedFolders = field(default_factory=SharedFolders)  # cache of one saver
+    begun: float = field(default_factory=time.monotonic)
+    shared_folders: SharedFolders = field(default_factory=SharedFolders)

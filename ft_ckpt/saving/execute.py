@@ -1,7 +1,11 @@
-"""One save, from the request to what follows its commit, in steps that every caller takes.
+"""Runs one save: plans it, compares the plans of all ranks, writes the files, commits them.
 
-All ranks agree before a tensor moves and at the commit. The call of a background save plans it, and
-agrees once more.
+The steps are in `try_save`. A save may need several attempts. If replicas differ, it is planned
+again. If the disk is full, it is tried again once there is space.
+
+The ranks agree twice: before a tensor moves, and at the commit. To agree means that they exchange
+their outcomes, and that an error of one rank is raised on all ranks. A background save agrees once
+more in the call, before its thread runs these steps.
 """
 
 from collections.abc import Callable
@@ -26,35 +30,45 @@ from ft_ckpt.saving.write import WrittenFiles, write_files
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """What one attempt of a save begins with."""
+    """The input of one attempt to carry out a save.
 
-    make_request: Callable[[], SaveRequest]  # its error is raised on all ranks
-    plan: SavePlan | None = None  # None: not planned yet
-    writes: WritePlan | None = None  # of a snapshot, whose replicas were compared before
+    Attributes:
+        make_request: Returns the request. Its error is raised on all ranks.
+        plan: The plan of the save; None if it must be planned.
+        writes: The bytes that each rank writes, if the save is from a snapshot; None if they must
+            be planned.
+        sources: Maps each planned tensor to the one to read: the live tensor or its copy.
+        full_count: How many attempts have filled the disk.
+        unmatched_paths: Planned files of frozen tensors that equal no earlier file.
+    """
+
+    make_request: Callable[[], SaveRequest]
+    plan: SavePlan | None = None
+    writes: WritePlan | None = None
     sources: SourceView = live
-    tries: int = 0  # attempts that ended with a full disk
-    # paths of files of frozen tensors whose contents were in no earlier checkpoint
-    changed: frozenset[str] = frozenset()
+    full_count: int = 0
+    unmatched_paths: frozenset[str] = frozenset()
 
-    def planned_again(self, agreed: AgreedSave) -> "Attempt":
-        """Return the next attempt, with a new plan that stores the first rank's replicas."""
+    def with_new_plan(self, agreed: AgreedSave) -> "Attempt":
+        """Return the next attempt, which plans again to store the replicas of the first rank."""
         return replace(self, make_request=lambda: agreed.plan.request, plan=None)
 
-    def tried_again(self, agreed: AgreedSave, reused: ReusedFiles) -> "Attempt":
-        """Return the next attempt of the same plan, after a full disk."""
+    def after_full_disk(self, agreed: AgreedSave, reused: ReusedFiles) -> "Attempt":
+        """Return the next attempt, which has the same plan."""
+        unmatched_paths = agreed.candidates.keys() - reused.digests.keys()
         return replace(
             self,
             make_request=lambda: agreed.plan.request,
             plan=agreed.plan,
-            tries=self.tries + 1,
-            changed=self.changed | (agreed.offers.keys() - reused.digests.keys()),
+            full_count=self.full_count + 1,
+            unmatched_paths=self.unmatched_paths | unmatched_paths,
         )
 
 
 def run_save(attempt: Attempt, context: SaveContext) -> SaveReport:
-    """Try a save until it is committed or refused. Collective.
+    """Try a save until it is committed or fails; return its report.
 
-    Raises what `CheckpointSaver.save` raises.
+    Collective: call it on every rank. Raises what `CheckpointSaver.save` raises.
     """
     outcome = try_save(attempt, context)
     while isinstance(outcome, Attempt):
@@ -63,9 +77,10 @@ def run_save(attempt: Attempt, context: SaveContext) -> SaveReport:
 
 
 def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
-    """Go through the steps of a save once. Collective.
+    """Go through the steps of a save once.
 
-    Return its report, or the attempt that has to follow.
+    Returns the report of the save, or the attempt that must follow. Collective: call it on every
+    rank.
     """
     ranks, config, sources = context.ranks, context.config, attempt.sources
     plan: SavePlan | None = None
@@ -73,31 +88,33 @@ def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
     reused = ReusedFiles()
     written: WrittenFiles | None = None
     try:
-        # An error of a block is kept; the agreement after it raises it on all ranks.
+        # Each `deferring_error` block keeps its error. The agreement after the block raises this
+        # error on all ranks, so no rank waits for a rank that has failed.
         with ranks.deferring_error() as preparing:
             request = attempt.make_request()
             plan = attempt.plan or plan_save(request, ranks, config)
-            gathers = (
-                attempt.writes is None
-            )  # a snapshot brings its writes; its thread never gathers
-            stage = open_stage(plan, context, attempt.tries, attempt.changed, gathers)
-        # What plans and replicas show is refused here, before a tensor moves: later, ranks depend
-        # on each other.
+            # An attempt with planned writes is of a background save, whose thread never gathers.
+            may_gather = attempt.writes is None
+            stage = open_stage(
+                plan, context, attempt.full_count, attempt.unmatched_paths, may_gather
+            )
+        # A save that cannot work is refused here, before any rank waits for tensors of another.
         agreed = agree_on_plan("save()", plan, stage, preparing.error, context)
         plan = agreed.plan
         if agreed.replicas_differ:
-            return attempt.planned_again(agreed)
+            return attempt.with_new_plan(agreed)
         with ranks.deferring_error() as writing:
             writes = attempt.writes or plan_writes(plan, config, ranks.size, agreed.has_state_dict)
-            reused = reuse_files(plan, agreed.offers, stage.store, sources, ranks)
+            reused = reuse_files(plan, agreed.candidates, stage.store, sources, ranks)
             written = write_files(writes, reused, sources, stage, agreed, context)
         report = commit_files(stage, agreed, written, writing.error, context)
     except BaseException:
-        context.shared.forget()
+        # The file system may have changed, so the next save finds out again how ranks share it.
+        context.shared_folders.forget()
         raise
     finally:
         if stage is not None:
             stage.discard()
     if report is None:  # the disk is full, and the settings say to try again
-        return attempt.tried_again(agreed, reused)
+        return attempt.after_full_disk(agreed, reused)
     return follow_up(plan.request, report)

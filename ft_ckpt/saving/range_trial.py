@@ -1,6 +1,9 @@
-"""Tries whether a file system keeps all byte ranges that ranks write into one file at once.
+"""Tries whether a file system keeps all bytes that several ranks write into one file at once.
 
-The trial writes with the code of saves.
+Each file of the trial is a sequence of pieces, and the ranks take turns. With three ranks, rank 0
+writes pieces 0, 3, 6, ..., rank 1 writes pieces 1, 4, 7, ..., rank 2 the others. Each rank knows
+the whole content in advance. After all ranks have written, each rank reads the files and compares
+them. The trial writes with the same code as a save.
 """
 
 import hashlib
@@ -15,20 +18,24 @@ from ft_ckpt.ranks import Ranks, Values, try_action
 from ft_ckpt.storage.io import ALIGNMENT, Region, WriterPool, WriteTuning, region_of
 from ft_ckpt.storage.local import TRIAL, LocalStore, temporary_store
 
-# written one after the other, every second one with direct I/O (bypassing the page cache)
+# Files are written one after the other. Every second one is written with direct I/O, which bypasses
+# the page cache.
 _FILES = 4
-# whole disk blocks, with a shared block on either side, into which a neighbour writes too
+# A piece covers whole disk blocks. It begins and ends inside a block, into which the rank of the
+# neighbouring piece writes too.
 _PIECE_BYTES = 3 * ALIGNMENT + 1500
-_PIECES, _MIN_PIECES_OF_RANK = 128, 4
+# Pieces of a file, if no rank has fewer than the minimum.
+_PIECES = 128
+_MIN_PIECES_OF_RANK = 4
 _TUNING = WriteTuning(block_bytes=1 << 20)
 
 
 def try_ranges(folder: Path, ranks: Ranks) -> str:
     """Check that all ranks read what all ranks wrote into the same files at the same time.
 
-    The pieces of the ranks alternate in files in a hidden folder inside `folder`. Returns what
-    differs, "" if nothing does. Collective: call it on every rank. Raises the error of rank 0 on
-    all ranks if rank 0 cannot make the files.
+    The files are in a hidden folder inside `folder`, which is deleted afterwards. Returns a text on
+    the first difference, "" if there is none. Collective: call it on every rank. Raises the error
+    of rank 0 on all ranks if rank 0 cannot make the files.
     """
     with ExitStack() as stack:
 
@@ -42,10 +49,12 @@ def try_ranges(folder: Path, ranks: Ranks) -> str:
             return str(store.folder)
 
         folder_name, error = try_action(make_files)
-        facts = {"folder": folder_name}
-        trial_folder = ranks.agree("the trial of byte ranges", facts, error).result
-        store = LocalStore(Path(trial_folder["folder"]), syncs=False)
-        for number in range(_FILES):  # all ranks begin each file at the same time
+        # Every rank gets the value of rank 0: the folder that rank 0 has made.
+        value = {"folder": folder_name}
+        value_of_rank_0 = ranks.agree("the trial of byte ranges", value, error).result
+        store = LocalStore(Path(value_of_rank_0["folder"]), syncs=False)
+        # The ranks agree after each file, so that all of them begin the next one at the same time.
+        for number in range(_FILES):
             failure = _try_on_all(partial(_write_pieces, store, number, ranks), ranks)
             if failure:
                 return failure
@@ -79,7 +88,10 @@ def _content(number: int, ranks: int) -> bytes:
 
 
 def _write_pieces(store: LocalStore, number: int, ranks: Ranks) -> str:
-    """Write the pieces of this rank as a save does; return the system's error, if any."""
+    """Write the pieces of this rank as a save does.
+
+    Returns the error of the system as text, "" if there is none.
+    """
     content = _content(number, ranks.size)
     tuned = replace(store, direct_bytes=None if number % 2 else 0)
     try:
@@ -101,13 +113,17 @@ def _regions_of_rank(content: bytes, ranks: Ranks) -> Iterator[Region]:
     """
     pieces = _pieces_of(ranks.size)
     first = pieces // 2 if ranks.rank % 2 else 0
-    for turn in range(first, first + pieces):
-        start = (turn % pieces * ranks.size + ranks.rank) * _PIECE_BYTES
+    for number in range(first, first + pieces):
+        turn = number % pieces  # wraps to the beginning of the file
+        start = (turn * ranks.size + ranks.rank) * _PIECE_BYTES
         yield region_of(start, content[start : start + _PIECE_BYTES])
 
 
 def _compare_files(store: LocalStore, ranks: Ranks) -> str:
-    """Return the first difference between a file and what the ranks have written, else ""."""
+    """Return a text on the first difference between a file and what the ranks have written.
+
+    Returns "" if there is none.
+    """
     for number in range(_FILES):
         expected = _content(number, ranks.size)
         try:
@@ -123,7 +139,7 @@ def _compare_files(store: LocalStore, ranks: Ranks) -> str:
 
 
 def _describe_problems(values: Values) -> str:
-    """Return, on rank 0, the problem of the first rank that has one, else ""."""
+    """Return the problem of the first rank that has one, else ""; called on rank 0."""
     for rank, value in enumerate(values):
         if value["problem"]:
             return f"rank {rank}: {value['problem']}"

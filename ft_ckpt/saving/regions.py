@@ -1,6 +1,12 @@
-"""Yields the bytes of a file in file order, from the tensors of the ranks.
+"""Yields the bytes of a file as regions, in file order, from the tensors of the ranks.
 
-Gathers are collective: all ranks run them in the same order.
+A region is a piece of host memory with its offset in the file. There are two ways to write a file:
+
+- `write_own_bytes`: this rank writes the elements that it holds, and other ranks write theirs into
+  the same file.
+- `file_buckets`: one rank gathers all elements from the other ranks, one bucket at a time.
+
+Gathers are collective, so all ranks call the functions here in the same order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,66 +27,78 @@ from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import Cut, chunk_of_rank
 from ft_ckpt.storage.io import BLOCK_BYTES, Region, WriterPool, digest_regions, region_of
 
-_CAST_ELEMENTS = 4 << 20  # converted at a time
-SourceView = Callable[
-    [Source], Source
-]  # maps a planned source to the one to read: itself, or its copy in a snapshot
+# Elements that are converted to another dtype at a time.
+_CAST_ELEMENTS = 4 << 20
+# Maps the source of a planned tensor to the source to read: itself, or its copy in a snapshot.
+SourceView = Callable[[Source], Source]
 
 
 def live(source: Source) -> Source:
-    """Return the source itself: the save reads the live tensor."""
+    """Return the source itself, so that the save reads the live tensor."""
     return source
 
 
 @dataclass(frozen=True, eq=False)
 class Gathering:
-    """How tensors are gathered on the rank `to`."""
+    """How tensors are gathered on one rank.
+
+    Attributes:
+        ranks: The ranks that hold the tensors.
+        sources: Maps the source of a planned tensor to the source to read.
+        to: The rank that receives all elements.
+        nonfinite: Gets the names of tensors with NaN or infinity, on the rank `to`; None if there
+            is no check.
+    """
 
     ranks: Ranks
     sources: SourceView
     to: int = 0
-    # on `to`, collects the names of tensors with NaN or infinity; None disables the check
     nonfinite: set[str] | None = None
 
 
-def file_turns(writes: FileWrites, gathering: Gathering) -> Iterator[Iterator[Region]]:
-    """Yield the bytes of all tensors of one file in file order, as `gathered_turns` does."""
+def file_buckets(writes: FileWrites, gathering: Gathering) -> Iterator[Iterator[Region]]:
+    """Gather all tensors of one file; yield for each bucket an iterator over its regions.
+
+    See `_gathered_buckets`.
+    """
     layout = writes.file.layout
-    places = []
+    entries_with_starts = []
     for entry, spec, start in zip(writes.entries, layout.specs, layout.starts, strict=True):
         if spec.size_bytes:
-            places.append((entry, start))
-    return gathered_turns(places, gathering)
+            entries_with_starts.append((entry, start))
+    return _gathered_buckets(entries_with_starts, gathering)
 
 
-def gathered_turns(
-    places: Sequence[tuple[Entry, int]], gathering: Gathering
+def _gathered_buckets(
+    entries_with_starts: Sequence[tuple[Entry, int]], gathering: Gathering
 ) -> Iterator[Iterator[Region]]:
-    """Gather tensors in turns, and yield for each turn an iterator over the regions it fills.
+    """Gather tensors in buckets, and yield for each bucket an iterator over its regions.
 
-    `places` are entries with their offsets in the file. A turn moves one bucket. The iterators are
-    empty on ranks other than `gathering.to`. Collective: all ranks take the same turns in the same
-    order.
+    `entries_with_starts` are the tensors, each with the offset of its first byte in the file. A
+    bucket moves between ranks while its iterator runs. The iterators yield nothing on ranks other
+    than `gathering.to`. Collective: all ranks must exhaust the iterators in the same order.
     """
-    starts = {entry.name: start for entry, start in places}
+    next_starts = {entry.name: start for entry, start in entries_with_starts}
 
-    def regions_of(turn: Iterator[tuple[Entry, Tensor]]) -> Iterator[Region]:
-        for entry, data in turn:
-            for region in cast_regions(starts[entry.name], entry, data, gathering.nonfinite):
+    def regions_of_bucket(bucket: Iterator[tuple[Entry, Tensor]]) -> Iterator[Region]:
+        for entry, data in bucket:
+            for region in _cast_regions(next_starts[entry.name], entry, data, gathering.nonfinite):
                 yield region
-                starts[entry.name] += region.size_bytes  # where its next elements go
+                # The next elements of this tensor may come in a later bucket.
+                next_starts[entry.name] += region.size_bytes
 
-    return map(regions_of, _entry_turns([entry for entry, _ in places], gathering))
+    entries = [entry for entry, _ in entries_with_starts]
+    return map(regions_of_bucket, _entry_buckets(entries, gathering))
 
 
-def cast_regions(
+def _cast_regions(
     start: int, entry: Entry, data: Tensor, nonfinite: set[str] | None = None
 ) -> Iterator[Region]:
-    """Yield flat elements of a tensor as regions of host memory, in the entry's dtype.
+    """Yield the regions for consecutive elements of a tensor, in the dtype of the entry.
 
-    Elements that must be converted come in pieces, to save memory. `start` is the offset of the
-    first element in the file, in bytes. If NaN or infinity is stored, the name of the entry is
-    added to `nonfinite`, unless that is None.
+    `data` has the elements in one dimension. `start` is the offset of the first element in the
+    file, in bytes. Elements that must be converted come in pieces, to save memory. If NaN or
+    infinity is stored, the name of the entry is added to `nonfinite`, unless that is None.
     """
     if is_accelerator(data.device):
         pieces = host_pieces(data)
@@ -91,7 +109,8 @@ def cast_regions(
     for piece in pieces:
         part = piece.to(dtype=entry.dtype).contiguous()
         if nonfinite is not None and not all_finite(part):
-            nonfinite.add(entry.name)  # as stored: a cast may overflow
+            # Checked after the cast, because a cast may overflow to infinity.
+            nonfinite.add(entry.name)
         yield Region(start, part.data_ptr(), part.nbytes, part)
         start += part.nbytes
 
@@ -99,10 +118,10 @@ def cast_regions(
 def write_own_bytes(
     writes: FileWrites, store: Store, writer: WriterPool, ranks: Ranks, sources: SourceView
 ) -> str:
-    """Write this rank's bytes of one file, and return their digest.
+    """Write the bytes of one file that this rank writes, and return their digest.
 
-    Collective where tensors are gathered. Raises NoSpaceError as soon as the disk of another rank
-    is full, and RankError as soon as another rank has failed otherwise.
+    Collective if the file has tensors that are gathered. Raises NoSpaceError as soon as the disk of
+    another rank is full, and RankError as soon as another rank has failed otherwise.
     """
     regions = _while_all_write(
         _own_regions(writes, ranks, sources), ranks, writer.tuning.block_bytes
@@ -116,47 +135,51 @@ def write_own_bytes(
 def digest_own_bytes(writes: FileWrites, ranks: Ranks, sources: SourceView) -> str:
     """Return the digest that `write_own_bytes` would return, without writing.
 
-    Collective where tensors are gathered.
+    Collective if the file has tensors that are gathered.
     """
     return digest_regions(
         _while_all_write(_own_regions(writes, ranks, sources), ranks, BLOCK_BYTES)
     )
 
 
-def _entry_turns(
-    ordered: Sequence[Entry], gathering: Gathering
+def _entry_buckets(
+    entries: Sequence[Entry], gathering: Gathering
 ) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
-    """Yield for each turn the entries it moves, in order, each with its next flat elements.
+    """Yield for each bucket an iterator over its entries, each with its next flat elements.
 
-    Consecutive entries without a conversion share buckets.
+    Consecutive entries without a conversion share buckets. An entry that is converted from a group
+    of tensors is a bucket of its own.
     """
-    waiting: list[Entry] = []
+    unconverted: list[Entry] = []
     converted: dict[Group, dict[str, Tensor]] = {}
-    for entry in ordered:
+    for entry in entries:
         if entry.group is None:
-            waiting.append(entry)
+            unconverted.append(entry)
             continue
-        yield from _stream_entries(waiting, gathering)
-        waiting = []
+        yield from _stream_entries(unconverted, gathering)
+        unconverted = []
         yield _convert_group(entry, entry.group, converted, gathering)
-    yield from _stream_entries(waiting, gathering)
+    yield from _stream_entries(unconverted, gathering)
 
 
 def _stream_entries(
     entries: Sequence[Entry], gathering: Gathering
 ) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
-    chosen = [gathering.sources(entry.source) for entry in entries if entry.source is not None]
-    position, arrived = 0, 0
+    """Yield what `_entry_buckets` yields, for entries without a conversion."""
+    sources = [gathering.sources(entry.source) for entry in entries if entry.source is not None]
+    index = 0  # of the entry whose elements arrive
+    arrived_numel = 0  # its elements that have arrived
 
     def with_entries(bucket: Iterator[Chunk]) -> Iterator[tuple[Entry, Tensor]]:
-        nonlocal position, arrived
+        nonlocal index, arrived_numel
         for chunk in bucket:
-            yield entries[position], chunk.data
-            arrived += chunk.data.numel()
-            if arrived == chosen[position].numel:
-                position, arrived = position + 1, 0
+            yield entries[index], chunk.data
+            arrived_numel += chunk.data.numel()
+            if arrived_numel == sources[index].numel:
+                index += 1
+                arrived_numel = 0
 
-    return map(with_entries, stream_buckets(chosen, gathering.ranks, gathering.to))
+    return map(with_entries, stream_buckets(sources, gathering.ranks, gathering.to))
 
 
 def _convert_group(
@@ -164,8 +187,8 @@ def _convert_group(
 ) -> Iterator[tuple[Entry, Tensor]]:
     """Yield the entry with its converted tensor, on the rank that gathers.
 
-    The group of the entry is gathered and converted for its first entry; `converted` keeps the
-    tensors until each has been yielded.
+    The group of the entry is gathered and converted once, for the first of its entries. `converted`
+    keeps the tensors of the other entries until they are yielded.
     """
     is_receiver = gathering.ranks.rank == gathering.to
     if group not in converted:
@@ -183,15 +206,16 @@ def _convert_group(
 
 def _own_regions(writes: FileWrites, ranks: Ranks, sources: SourceView) -> Iterator[Region]:
     """Yield the bytes of the file that this rank writes, in file order."""
-    file, is_writer = writes.file, ranks.rank == writes.writer
-    gathering = Gathering(ranks, sources, writes.writer)
+    file = writes.file
     layout = file.layout
-    places = zip(writes.entries, writes.cuts, layout.specs, layout.starts, strict=True)
-    end = 0  # header and gaps are written up to here
-    for is_gathered, group in groupby(places, key=lambda place: place[1] is GATHERED):
+    is_writer = ranks.rank == writes.writer
+    gathering = Gathering(ranks, sources, writes.writer)
+    tensors = zip(writes.entries, writes.cuts, layout.specs, layout.starts, strict=True)
+    end = 0  # the end of the last tensor: from here on, the writer fills the gap to the next one
+    for is_gathered, group in groupby(tensors, key=lambda tensor: tensor[1] is GATHERED):
         if is_gathered:
             moving = [(entry, start) for entry, _, spec, start in group if spec.size_bytes]
-            for region in chain.from_iterable(gathered_turns(moving, gathering)):
+            for region in chain.from_iterable(_gathered_buckets(moving, gathering)):
                 yield from _header_regions(file, end, region.start)
                 yield region
                 end = region.start + region.size_bytes
@@ -206,9 +230,9 @@ def _own_regions(writes: FileWrites, ranks: Ranks, sources: SourceView) -> Itera
 
 
 def _while_all_write(regions: Iterable[Region], ranks: Ranks, max_bytes: int) -> Iterator[Region]:
-    """Yield the regions in pieces of at most `max_bytes`, as long as no rank has failed.
+    """Yield the regions in pieces of at most `max_bytes`.
 
-    Raises the failure of another rank before the next piece.
+    If another rank has failed, raises its failure before the next piece.
     """
     for region in regions:
         for low in range(0, region.size_bytes, max_bytes):
@@ -226,23 +250,30 @@ def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
 def _tensor_regions(
     entry: Entry, cuts: Sequence[Cut], rank: int, sources: SourceView
 ) -> Iterator[Region]:
-    """Yield this rank's chunks of one tensor, which follow each other in its memory."""
+    """Yield the regions of one tensor that this rank writes.
+
+    Each of the `cuts` gives the rank at most one chunk [start, stop) of the file. The elements of
+    these chunks follow each other in the memory of the rank.
+    """
     if entry.source is None:
         return
     source = sources(entry.source)
     local = source.local
     if local is None:
         return
-    item_bytes, flat = entry.dtype.itemsize, local.reshape(-1)
+    item_bytes = entry.dtype.itemsize
+    flat = local.reshape(-1)
     chunks = []
     for cut in cuts:
         chunk = chunk_of_rank(cut, rank)
         if chunk is not None:
             chunks.append(chunk)
-    first = 0  # index in `flat` of the first element of the first chunk
-    if chunks and not source.sharding.is_sharded:  # this rank has the whole tensor
-        first = (chunks[0][0] - cuts[0].start) // item_bytes
+    first = 0  # index in `flat` of the first element of the next chunk
+    if chunks and not source.sharding.is_sharded:
+        # This rank has the whole tensor, and its chunk may begin in the middle.
+        first_start, _ = chunks[0]
+        first = (first_start - cuts[0].start) // item_bytes
     for start, stop in chunks:
         count = (stop - start) // item_bytes
-        yield from cast_regions(start, entry, flat[first : first + count])
+        yield from _cast_regions(start, entry, flat[first : first + count])
         first += count

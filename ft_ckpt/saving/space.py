@@ -11,30 +11,32 @@ from ft_ckpt.storage.local import folder_of
 from ft_ckpt.storage.places import Place
 
 POLL_SECONDS = 10.0
-_MAX_TRIES = 2  # tries of a save that may fill the disk although there was enough space
+# A save that has filled the disk this often fails, although there seemed to be enough space.
+_MAX_FULL_COUNT = 2
 
 
 def ensure_space(
     target: Place,
     needed_bytes: int,
     config: SaverConfig,
-    tries: int,
+    full_count: int,
     make_room: Callable[[Place], object] | None,
 ) -> None:
     """Make sure that `target` can be written and that its disk has `needed_bytes` free.
 
-    Waits for space or makes room, as `config.when_full` says; does nothing for a bucket. `tries` is
-    how often this save has filled the disk already. `make_room` deletes checkpoints that the run in
-    a folder may lose. Raises NoSpaceError if there is no space and `config.when_full` allows no
-    further step, TargetError if `target` cannot be written.
+    `config.when_full` says whether this waits for space or makes room. For a bucket this does
+    nothing. `full_count` is how often this save has filled the disk already. `make_room` deletes
+    checkpoints in the folder that it is called with, as far as the retention of the run allows.
+    Raises NoSpaceError if there is no space and `config.when_full` allows no further step,
+    TargetError if `target` cannot be written.
     """
     if target.folder.free_bytes() is None:
         return
     folder = folder_of(target.folder)
     if config.when_full == "wait":
-        _wait_for_space(folder, needed_bytes, tries)
+        _wait_for_space(folder, needed_bytes, full_count)
         return
-    if tries == 0:
+    if full_count == 0:
         try:
             check_target(folder, needed_bytes)
         except NoSpaceError:
@@ -42,20 +44,24 @@ def ensure_space(
                 raise
         else:
             return
-    if make_room is not None and tries < _MAX_TRIES:
+    if make_room is not None and full_count < _MAX_FULL_COUNT:
         make_room(Place(target.beside))
-    elif tries:
-        raise NoSpaceError(f"{target}: the disk was full {tries} times; make room and save again")
+    elif full_count:
+        raise NoSpaceError(
+            f"{target}: the disk was full {full_count} times; make room and save again"
+        )
     check_target(folder, needed_bytes)
 
 
-def _wait_for_space(folder: Path, needed_bytes: int, tries: int) -> None:
+def _wait_for_space(folder: Path, needed_bytes: int, full_count: int) -> None:
+    # If this save has filled the disk, the check may still pass: so it waits before the first one.
+    must_wait = full_count > 0
     while True:
-        if tries:  # an earlier check found room, and the save filled the disk
+        if must_wait:
             time.sleep(POLL_SECONDS)
         try:
             check_target(folder, needed_bytes)
         except NoSpaceError:
-            tries += 1
+            must_wait = True
         else:
             return

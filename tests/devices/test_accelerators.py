@@ -269,13 +269,14 @@ def test_memory_of_a_snapshot(tmp_path):
     model, _, saver = run_of(Large(), tmp_path, background=True)
     with replaced(devices.RegisteredBlock, __del__=note_and_drop), saver:
         saver.save(model, tmp_path / "saved").result(60)
-        rooms = (saver._pending.snapshot._now, saver._pending.snapshot._late)
+        taken = saver._pending.snapshot
+        rooms = (taken._call_memory, taken._thread_memory)
         room = max(rooms, key=lambda one: one._memory.numel())
         size = room._memory.numel()
         assert room._memory.is_pinned()
-        assert size == snapshot.copies_size(room._places)
+        assert size == snapshot.copies_size(room._tensors)
         assert 4 * LARGE <= size < 1.01 * 4 * LARGE
-        del rooms, room
+        del rooms, room, taken
         saver.close()
         offers = hasattr(torch.get_device_module(device()), "cudart")
         assert given_back == [size] * offers, (given_back, size)

@@ -22,9 +22,9 @@ from .gather import (
 )
 from .replicas import (
     WEIGHTS as WEIGHTS,
+    box_key as box_key,
     digests_of as digests_of,
     elements_at as elements_at,
     has_readable_elements as has_readable_elements,
-    place_of as place_of,
     sample_elements as sample_elements,
 )

@@ -1,4 +1,9 @@
-"""Lets rank 0 read and broadcast the stored tensors whose bytes every rank needs."""
+"""Lets rank 0 read and broadcast the stored tensors whose bytes every rank needs.
+
+A filler is a function that fills the tensors of this rank from stored ones. With one filler each
+rank reads its own elements. With the others, rank 0 reads some tensors in buckets and broadcasts
+each bucket; each rank copies its elements from it.
+"""
 
 import hashlib
 import math
@@ -21,10 +26,12 @@ from ft_ckpt.ranks.ranks import Ranks
 from ft_ckpt.ranks.sharding import part_count
 from ft_ckpt.storage.io import read_ahead
 
-_READ_BYTES = 16 << 20  # per read of a tensor through its format
-SMALL_RANGE_BYTES = 4 << 20  # a smaller range of a rank is not worth a request to a bucket
+# A tensor that is read through its format is read this much at a time.
+_READ_BYTES = 16 << 20
+# A smaller range of a tensor is not worth a request of its own to a bucket of an object store.
+SMALL_RANGE_BYTES = 4 << 20
 
-# (name in errors, function that lists the tensors)
+# Its arguments are a name for errors, and a function that lists the tensors.
 Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]
 
 
@@ -43,12 +50,13 @@ def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
 
 
 def choose_filler(way: str, ranks: Ranks) -> Filler:
-    """Return the filler for a `way` of SaverConfig.fan_out.
+    """Return the filler for a value of the setting `SaverConfig.fan_out`.
 
-    With "broadcast", rank 0 reads the tensors that every rank holds whole, and broadcasts them;
-    with "small", the tensors of which each rank needs a small range. Both fillers are collective:
-    all ranks must call them for the same tensors in the same order. An error of `collect` on one
-    rank, or of rank 0's reads, is raised on all ranks.
+    With "broadcast", rank 0 reads and broadcasts the tensors that every rank holds whole. With
+    "small", it reads and broadcasts the tensors of which each rank needs a small range. Both
+    fillers are collective: all ranks must call them for the same tensors in the same order. If
+    listing the tensors fails on one rank, or reading fails on rank 0, an error is raised on all
+    ranks. With any other value, and with one rank, each rank reads its own elements.
     """
     if way not in ("broadcast", "small") or ranks.size == 1:
         return each_reads
@@ -71,20 +79,27 @@ def _broadcast_and_fill(
 
 
 class _Rows(NamedTuple):
-    """Rows [low, high) of a tensor's view, and their offsets in a bucket."""
+    """Rows [low, high) of a tensor's view, and their bytes [start, stop) in a bucket."""
 
     tensor: WantedTensor
     low: int
     high: int
     start: int
-    stop: int  # both in bytes
+    stop: int
 
 
 class _BroadcastPlan:
     """The tensors to fill, and the buffer for all broadcasts.
 
-    The buffer is allocated first, so that no rank fails between broadcasts. It has at most
-    BUCKET_BYTES, or the size of one row if a row is larger. Raises what `check_all` raises.
+    The buffer is allocated before the first broadcast, because an error between broadcasts would
+    leave the other ranks waiting. It has at most BUCKET_BYTES, or one row if a row is larger.
+    Raises what `check_all` raises.
+
+    Attributes:
+        common: The tensors that rank 0 reads, in the order of their bytes in the files.
+        read_here: The tensors that each rank reads itself.
+        buckets: The rows of the common tensors in each broadcast.
+        buffer: The memory for one bucket, and one byte more.
     """
 
     def __init__(
@@ -95,7 +110,7 @@ class _BroadcastPlan:
         self.read_here = [tensor for tensor in tensors if not is_broadcast(tensor)]
         self.buckets = _cut_into_buckets(self.common, gather.BUCKET_BYTES)
         size_bytes = max((bucket[-1].stop for bucket in self.buckets), default=0)
-        # the last byte says whether rank 0 could read the bucket
+        # The byte after a bucket says whether rank 0 has failed to read it.
         self.buffer = torch.empty(size_bytes + 1, dtype=torch.uint8, device=wire_device())
 
     @property
@@ -129,10 +144,10 @@ def _cut_into_buckets(tensors: Sequence[WantedTensor], limit: int) -> list[list[
 
 
 def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
-    """Fill each rank's part of the tensors that rank 0 reads.
+    """Fill the elements that this rank holds of the tensors that rank 0 reads.
 
-    Collective: call it on every rank, with the same tensors. An error of reading is raised on rank
-    0, and RankError on the other ranks. An error of copying is raised on its rank alone.
+    Collective: call it on every rank, with the same tensors. If reading fails, rank 0 raises its
+    error and the other ranks raise RankError. If copying fails on a rank, only this rank raises it.
     """
     buffer = plan.buffer
     feed = _PieceFeed(_stored_pieces(plan.common)) if ranks.is_main else None
@@ -150,7 +165,8 @@ def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
         if copying.error is None:
             with copying.deferring_error():
                 _take_from(bucket, buffer)
-    copying.raise_error()  # last, because the broadcasts needed this rank
+    # Raised after all broadcasts, because each of them needs this rank.
+    copying.raise_error()
 
 
 def _take_from(bucket: Sequence[_Rows], buffer: Tensor) -> None:
@@ -178,20 +194,23 @@ def _is_small(tensor: WantedTensor) -> bool:
 
 def _in_file_order(tensors: list[WantedTensor]) -> list[WantedTensor]:
     """Sort the tensors by the order of their bytes in the files, which is the same on all ranks."""
-    places: dict[int, dict[str, tuple[int, int]]] = {}  # id of a file -> name -> order
+    # id of a file -> name of a tensor -> (number of the file, index of the tensor in it)
+    orders: dict[int, dict[str, tuple[int, int]]] = {}
     for tensor in tensors:
-        if id(tensor.file) not in places:
-            number = len(places)
+        if id(tensor.file) not in orders:
+            number = len(orders)
             names = enumerate(tensor.file.specs)
-            places[id(tensor.file)] = {name: (number, index) for index, name in names}
-    return sorted(tensors, key=lambda tensor: places[id(tensor.file)][tensor.name])
+            orders[id(tensor.file)] = {name: (number, index) for index, name in names}
+    return sorted(tensors, key=lambda tensor: orders[id(tensor.file)][tensor.name])
 
 
 class _PieceFeed:
     """Copies a stream of pieces of any size into buffers of other sizes."""
 
     def __init__(self, pieces: Iterator[Tensor]) -> None:
-        self._pieces, self._rest = pieces, torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._pieces = pieces
+        # The bytes of the last piece that are not copied yet.
+        self._rest = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def fill_all(self, targets: Iterable[Tensor]) -> None:
         """Fill `targets` in order with the next bytes of the stream."""

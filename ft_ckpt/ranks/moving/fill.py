@@ -1,8 +1,11 @@
-"""Fills live tensors from stored ones: each rank reads its own elements.
+"""Fills live tensors from stored ones: each rank reads the elements that it holds.
 
-Boxes come from the shardings of the current run, so the number of ranks may differ from that of the
-save. Threads read many tensors ahead in byte order, with direct I/O (bypassing the page cache) if
-that is faster.
+A rank holds one or several boxes of a tensor: a box is a range of indices in each dimension. The
+boxes are those of the current run, so the number of ranks may differ from that of the save. Threads
+read many tensors ahead in byte order, with direct I/O (bypassing the page cache) if that is faster.
+
+A landing is the memory in which bytes of a file end. If a box is contiguous in the file, its bytes
+go directly into the tensor. Otherwise whole rows are read, and the columns of the box are copied.
 """
 
 import math
@@ -30,31 +33,51 @@ from ft_ckpt.formats.trees import PLAIN
 from ft_ckpt.ranks.sharding import Box, Source, box_memories, global_rank
 from ft_ckpt.storage.io import ByteRun, new_block
 
-_SLICE_BYTES = 64 << 20  # per read, which bounds the memory in addition to the tensor
-_STAGE_BYTES = 16 << 20  # of rows that are staged before their columns are copied
-_MIN_RUN_BYTES = 64 << 10  # shorter runs of a box are read together with the bytes between them
+# A reader of a format reads this much at a time, in addition to the memory of the tensor.
+_SLICE_BYTES = 64 << 20
+# This many bytes of whole rows are collected before their columns are copied.
+_STAGE_BYTES = 16 << 20
+# If the runs of a box (its consecutive bytes in the file) are shorter, they are read together with
+# the bytes between them.
+_MIN_RUN_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, eq=False)
 class WantedBox:
-    """One box of a tensor to fill from a stored tensor."""
+    """One box of a tensor to fill from a stored tensor.
 
-    box: Box  # in coordinates of `view`
-    local: Tensor  # its memory
+    Attributes:
+        box: The box, in coordinates of `view`.
+        local: The memory of the box.
+        view: The shape of the whole tensor, or (numel,) if it is flattened.
+        dtype: The stored dtype.
+        file: The file of the stored tensor.
+        name: Its name in the file.
+    """
+
+    box: Box
+    local: Tensor
     view: tuple[int, ...]
-    dtype: torch.dtype  # stored
+    dtype: torch.dtype
     file: TensorFile
-    name: str  # in the file
+    name: str
 
 
 @dataclass(frozen=True, eq=False)
 class WantedTensor:
-    """This rank's elements of a tensor, to fill from a stored tensor."""
+    """The elements of a tensor that this rank holds, to fill from a stored tensor.
+
+    Attributes:
+        info: The tensor.
+        local: The memory of the `boxes`; None if this rank holds no elements.
+        file: The file of the stored tensor.
+        name: Its name in the file.
+    """
 
     info: Source
-    local: Tensor | None  # memory of the `boxes`; None without elements
+    local: Tensor | None
     file: TensorFile
-    name: str  # in the file
+    name: str
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -75,8 +98,8 @@ class WantedTensor:
 def fill_all(tensors: Iterable[WantedTensor], threads: int = THREADS, direct: str = "auto") -> int:
     """Overwrite this rank's elements of each tensor with the stored ones; return the bytes read.
 
-    `threads` and `direct` are those of `read_ahead`. The memory needed in addition to the tensors
-    is the blocks of `read_ahead`, and 16 MiB or one row for a tensor whose rows are staged. Raises
+    `threads` and `direct` are passed to `read_ahead`. In addition to the tensors this needs memory
+    for the blocks of `read_ahead`, and 16 MiB or one row for a tensor whose rows are staged. Raises
     LoadError naming every tensor that is missing or of another shape or dtype, before anything is
     read; CorruptError if a file is too short or has changed.
     """
@@ -134,7 +157,10 @@ def check_all(tensors: Iterable[WantedTensor]) -> None:
 
 
 def is_first_process() -> bool:
-    """Check whether this is rank 0 of its launch, or alone, without a process group."""
+    """Check whether this is rank 0 of its launch, or the only process.
+
+    The environment says so, and no process group is needed.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -146,11 +172,18 @@ def readers_here() -> int:
 
 @dataclass(eq=False)
 class _RowsLanding:
-    """Stages whole rows for a box that has some of the columns, gaps, or another dtype."""
+    """Collects whole rows for a box that has only some columns, gaps in memory, or another dtype.
+
+    Attributes:
+        target: The box.
+        low: How many rows of the box are done.
+        filled: How many bytes are in the stage.
+        stage: Memory for the next rows.
+    """
 
     target: WantedBox
-    low: int = 0  # rows of the box that are done
-    filled: int = 0  # bytes in the stage
+    low: int = 0
+    filled: int = 0
     stage: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def put(self, data: Tensor) -> None:
@@ -192,9 +225,11 @@ def put_rows(target: WantedBox, low: int, rows: Tensor) -> None:
 
 
 def _landings_of_box(target: WantedBox) -> dict[ByteRun, Landing] | None:
-    """Return the byte ranges of a box with their landings.
+    """Return the byte ranges of a box in the file, each with its landing.
 
-    Return None if the box must be read through the reader of the file's format.
+    For example, the columns 0 and 1 of a tensor of shape (2, 4) are the elements [0, 2) and [4, 6).
+    Each of these runs is one range. If runs are short, one range has whole rows. Returns None if
+    the box must be read through the reader of the file's format.
     """
     local, box, view = target.local, target.box, target.view
     has_dtype, item_bytes = local.dtype == target.dtype, target.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Places, samples and digests of the elements that a rank holds of a tensor."""
+"""Describes the elements that a rank holds of a tensor: by their box, by samples, by digests."""
 
 import ctypes
 import json
@@ -11,13 +11,15 @@ from torch import Tensor
 
 from ft_ckpt.ranks.sharding import Sharding, Source, box_memories, unravel_index
 
-WEIGHTS = "weights"  # first part of the name of a tensor of the saved model
+# The names of a saved model's tensors in a run begin with "weights/".
+WEIGHTS = "weights"
 
 
-def place_of(sharding: Sharding, rank: int) -> str:
-    """Return the place of the part of `rank` in the tensor: its offsets and sizes, as JSON.
+def box_key(sharding: Sharding, rank: int) -> str:
+    """Return which part of the tensor `rank` holds, as text: the offsets and sizes of its box.
 
-    The part is at most one box. Return "" for the whole tensor.
+    For example, rows 2 and 3 of a tensor of shape (4, 5) are "[[2, 0], [2, 5]]". The result is ""
+    for the whole tensor. The part must not have more than one box.
     """
     for box in sharding.local_boxes(rank):
         if box.sizes != sharding.view:
@@ -47,8 +49,8 @@ def picked_indices(
 ) -> dict[str, list[int]]:
     """Return by name the flat indices of the elements that `sample_elements` reads."""
     readable = []
-    for name, info in chosen.items():
-        if info.numel > 0 and has_readable_elements(info):
+    for name, source in chosen.items():
+        if source.numel > 0 and has_readable_elements(source):
             readable.append(name)
     readable.sort()
     step = max(1, -(-len(readable) // tensors))
@@ -59,17 +61,17 @@ def picked_indices(
     return indices
 
 
-def has_readable_elements(info: Source) -> bool:
+def has_readable_elements(source: Source) -> bool:
     """Check whether the elements are floating-point numbers that can be read one by one.
 
     The elements of quantised weights cannot: their tensors have integers, or are of a subclass that
     does not implement reading one element.
     """
-    if not info.dtype.is_floating_point:
+    if not source.dtype.is_floating_point:
         return False
-    if getattr(type(info.live), "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__:
+    if getattr(type(source.live), "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__:
         return True
-    local = info.local
+    local = source.local
     if local is None or not local.numel():
         return True
     try:
@@ -79,23 +81,27 @@ def has_readable_elements(info: Source) -> bool:
     return True
 
 
-def elements_at(info: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:
-    """Return by index the elements at flat `indices` that `rank`, of this process, contributes."""
-    local = info.local
+def elements_at(source: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:
+    """Return those of the elements at flat `indices` that `rank` contributes, by index as text.
+
+    `rank` must be this process.
+    """
+    local = source.local
     if local is None or not local.numel():
         return {}
     values = {}
-    for box, memory in box_memories(info.sharding.boxes(rank), local):
+    for box, memory in box_memories(source.sharding.boxes(rank), local):
         for index in indices:
-            place = unravel_index(index, info.sharding.view)
+            place = unravel_index(index, source.sharding.view)
             inside = tuple(map(operator.sub, place, box.offsets))
             if all(0 <= at < size for at, size in zip(inside, box.sizes, strict=True)):
                 values[str(index)] = float(memory[inside])
     return values
 
 
-_WORDS = 1 << 24  # words of 8 bytes that an accelerator digests at a time
-# odd constants of several hash functions
+# An accelerator digests this many words of 8 bytes at a time.
+_WORDS = 1 << 24
+# Odd constants, as several hash functions have them.
 _MIXING_FACTORS = (-7046029254386353131, -4417276706812531889, -8663945395140668459)
 
 
@@ -114,7 +120,8 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     if folded:
         device = next(iter(folded.values())).device
         on_one = torch.stack([value.to(device) for value in folded.values()])
-        values = on_one.tolist()  # one wait for all tensors
+        # All values are copied to the host at once, so that this waits for the accelerator once.
+        values = on_one.tolist()
         for name, value in zip(folded, values, strict=True):
             digests[name] = f"{value:x}"
     return digests
@@ -126,10 +133,15 @@ def folded_bits(tensor: Tensor) -> Tensor:
     The digest is one int64 on the tensor's device, where it is computed.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    data = data.clone() if data.storage_offset() % 8 else data
-    whole = data.numel() - data.numel() % 8
+    if data.storage_offset() % 8:
+        data = data.clone()  # an int64 view must begin at a multiple of 8 bytes
+    bytes_in_words = data.numel() - data.numel() % 8
+    words_and_rest = (
+        (data[:bytes_in_words].view(torch.int64), 0),
+        (data[bytes_in_words:], bytes_in_words),
+    )
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for words, first in ((data[:whole].view(torch.int64), 0), (data[whole:], whole)):
+    for words, first in words_and_rest:
         for low in range(0, words.numel(), _WORDS):
             piece = words[low : low + _WORDS].to(torch.int64)
             places = torch.arange(first + low, first + low + piece.numel(), device=data.device)

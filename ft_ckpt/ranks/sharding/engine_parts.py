@@ -1,7 +1,8 @@
-"""Parameters that an engine has cut or spread over ranks as ordinary tensors: refused by name.
+"""Recognises parameters that an engine has cut into ordinary tensors, so that they are refused.
 
-DeepSpeed's AutoTP and Megatron mark their parts of a parameter, DeepSpeed's MoE the experts of one
-rank. Without these marks rank 0's part would be stored as the whole.
+DeepSpeed's AutoTP and Megatron give each rank a part of a parameter. DeepSpeed's MoE gives each
+rank some of the experts. These are ordinary tensors, but with marks. Without a look at the marks,
+the part of rank 0 would be stored as the whole parameter.
 """
 
 from typing import Any
@@ -20,7 +21,8 @@ _EXPERT = (
     "an expert of this rank alone, spread by DeepSpeed's MoE; train with ep_size=1, or save with "
     "DeepSpeed's own engine.save_checkpoint()"
 )
-_UNSPREAD = (None, "ep_size_1")  # names of groups whose experts every rank has
+# Names of the groups whose experts every rank has.
+_WHOLE_GROUPS = (None, "ep_size_1")
 
 
 class EngineParts(TensorKind):
@@ -38,10 +40,11 @@ class EngineParts(TensorKind):
 
 
 def _is_part(tensor: Any) -> bool:
-    facts = getattr(tensor, "ds_autotp_universal_checkpoint_meta", None)
-    is_marked = getattr(tensor, "tensor_model_parallel", False) is True
-    is_described = facts is not None and not facts.get("replicated")
-    return (is_marked or is_described) and not _is_on_one_rank(tensor)
+    """Check whether the tensor is a part that AutoTP or Megatron has cut."""
+    metadata = getattr(tensor, "ds_autotp_universal_checkpoint_meta", None)
+    is_cut_by_megatron = getattr(tensor, "tensor_model_parallel", False) is True
+    is_cut_by_autotp = metadata is not None and not metadata.get("replicated")
+    return (is_cut_by_megatron or is_cut_by_autotp) and not _is_on_one_rank(tensor)
 
 
 def _is_on_one_rank(tensor: Any) -> bool:
@@ -53,7 +56,8 @@ def _is_on_one_rank(tensor: Any) -> bool:
 
 
 def _is_expert(tensor: Any) -> bool:
+    """Check whether the tensor is of an expert that not every rank has."""
     return (
         getattr(tensor, "allreduce", True) is False
-        and getattr(tensor, "group_name", None) not in _UNSPREAD
+        and getattr(tensor, "group_name", None) not in _WHOLE_GROUPS
     )

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: the global ranks of their members."""
+"""Returns the global ranks of the members of process groups of torch.distributed."""
 
 from collections.abc import MutableMapping, Sequence
 from typing import Any
@@ -45,5 +45,8 @@ def ranks_in_order(group: Any) -> Sequence[int]:
 
 
 def is_subset_of_ranks(count: int) -> bool:
-    """Check whether `count` ranks are not all ranks: then the other ranks hold replicas."""
+    """Check whether `count` is less than the number of all ranks.
+
+    If only these ranks share a tensor, the other ranks hold replicas of its shards.
+    """
     return has_process_group() and bool(count < dist.get_world_size())

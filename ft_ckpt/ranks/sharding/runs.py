@@ -1,33 +1,52 @@
-"""Runs: a tensor as a few consecutive pieces, each of another rank."""
+"""Describes a sharded tensor as runs: consecutive elements in pieces of consecutive ranks.
+
+For example, 10 rows of 3 elements are cut over ranks 0 to 3, as torch.chunk does:
+
+    rows:   0 1 2 | 3 4 5 | 6 7 8 | 9
+    rank:     0   |   1   |   2   | 3
+
+This is one run, Runs(owner=0, lead=9, chunk=9, numel=30). If the same tensor is cut by columns, it
+has ten runs: each row is a run with one element of each rank.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-MAX_RUNS = 64  # per tensor; a tensor with more is gathered before it is written
+# A tensor with more runs is gathered before it is written.
+MAX_RUNS = 64
 
 
 @dataclass(frozen=True)
 class Runs:
     """Consecutive elements of a tensor in pieces of consecutive ranks.
 
-    The first piece belongs to the rank `owner`, the next one to `owner` + 1, and so on.
+    Attributes:
+        owner: The rank of the first piece. The next piece belongs to `owner` + 1, and so on.
+        lead: Number of elements of the first piece.
+        chunk: Number of elements of each piece except the first and the last.
+        numel: Number of elements of all pieces.
     """
 
     owner: int
-    lead: int  # elements of the first piece
-    chunk: int  # elements of each piece except the first and the last
-    numel: int  # elements of all pieces
+    lead: int
+    chunk: int
+    numel: int
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Consecutive indices along one dimension, all on the same ranks."""
+    """Consecutive indices along one dimension of a tensor that the same ranks hold.
+
+    Attributes:
+        low: The first index.
+        size: The number of indices.
+        places: Which ranks hold them: pairs of a dimension of the grid and an index along it.
+    """
 
     low: int
     size: int
-    # (dimension of the grid, index along it) of these ranks
     places: tuple[tuple[int, int], ...] = ()
 
 
@@ -39,9 +58,10 @@ def runs_over_grid(
 ) -> tuple[Runs, ...]:
     """Return the runs of a tensor of the shape `view`, which is not empty.
 
-    `cuts` are pairs (dimension of the view, dimension of the grid), which cut in this order as
-    torch.chunk does. `ranks` fill the grid, its last dimension fastest. Of replicas, the first rank
-    is in the runs. Return () if there would be more than MAX_RUNS.
+    `cuts` are pairs of a dimension of the view and the dimension of the grid that cuts it, in the
+    order of cutting. Each cuts as torch.chunk does. `ranks` fill the grid; its last dimension
+    varies fastest. If several ranks hold the same elements, the first of them is in the runs.
+    Returns () if there would be more than MAX_RUNS.
     """
     stretches = [[_Stretch(0, size)] for size in view]
     for dim, axis in cuts:
@@ -51,7 +71,8 @@ def runs_over_grid(
         for stretch in stretches[dim]:
             parts += _cut_stretch(stretch, axis, grid[axis])
         stretches[dim] = parts
-    # Every index of a dimension before the last cut one begins new pieces.
+    # `last` is the last dimension that is cut. Each index of a dimension before it begins new
+    # pieces.
     last = 0
     for dim, parts in enumerate(stretches):
         if len(parts) > 1:
@@ -90,10 +111,7 @@ def _cut_stretch(stretch: _Stretch, axis: int, count: int) -> Iterator[_Stretch]
 
 
 def _joined_runs(pieces: Sequence[tuple[int, int]]) -> Iterator[Runs]:
-    """Yield the fewest runs that describe the pairs (rank, elements).
-
-    A run has consecutive ranks, and equal sizes between its first and last piece.
-    """
+    """Yield the fewest runs that describe the pieces: pairs (rank, number of elements)."""
     group: list[tuple[int, int]] = []
     for rank, numel in pieces:
         if group and not _continues(group, rank, numel):
@@ -105,6 +123,10 @@ def _joined_runs(pieces: Sequence[tuple[int, int]]) -> Iterator[Runs]:
 
 
 def _continues(group: Sequence[tuple[int, int]], rank: int, numel: int) -> bool:
+    """Check whether a piece continues the run of the pieces in `group`.
+
+    A run has consecutive ranks. Its pieces have equal sizes, except for the first and the last.
+    """
     last_rank, last_numel = group[-1]
     if rank != last_rank + 1:
         return False

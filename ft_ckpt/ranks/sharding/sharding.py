@@ -1,7 +1,17 @@
-"""How the elements of a tensor are spread over ranks (boxes, flat buffers, meshes), as plain data.
+"""Describes how the elements of a tensor are spread over ranks: one class for each layout.
 
-There is one frozen, hashable class for each layout. The classes refer to no tensor: a `Sharding`
-says which elements a rank has, and the `Source` of a tensor gives their memory.
+A box is a range of indices in each dimension. A rank holds its elements as boxes. For example, if
+FSDP2 cuts a tensor of shape (4, 5) by rows over 2 ranks, rank 1 holds Box((2, 0), (2, 5)).
+
+The boxes are cut from the `view` of the tensor. That is its shape, or (numel,) if the engine
+flattens it.
+
+To contribute elements means to send them when the tensor is gathered on one rank, or to write them.
+If several ranks hold the same elements, one of them contributes them: its boxes are `boxes`. The
+boxes in the memory of a rank are its `local_boxes`, whether it contributes them or not.
+
+The classes are frozen and hashable, and refer to no tensor. The `Source` of a tensor has a sharding
+and gives the memory of the boxes.
 """
 
 from collections.abc import Sequence
@@ -15,7 +25,7 @@ from ft_ckpt.ranks.sharding.runs import Runs, runs_over_grid
 
 @dataclass(frozen=True)
 class Box:
-    """A box cut from a tensor: `offsets` and `sizes` in elements, one for each dimension."""
+    """A box cut from a tensor: `offsets` and `sizes` in elements, one of each per dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -30,12 +40,12 @@ class Sharding(Protocol):
 
     @property
     def view(self) -> tuple[int, ...]:
-        """The shape that boxes are cut from: the tensor's, or (numel,) where it is flattened."""
+        """The shape from which boxes are cut: the tensor's, or (numel,) if it is flattened."""
         ...
 
     @property
     def owners(self) -> Sequence[int]:
-        """Global ranks that contribute to a gather, as far as this rank can tell."""
+        """Global ranks that contribute elements, as far as this rank knows."""
         ...
 
     @property
@@ -50,11 +60,11 @@ class Sharding(Protocol):
 
     @property
     def is_opaque(self) -> bool:
-        """Whether no boxes describe the tensor, which only a collective of its engine gives."""
+        """Whether no boxes describe the tensor. Only a collective of its engine can gather it."""
         ...
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """Return the elements that `rank` contributes to a gather."""
+        """Return the elements that `rank` contributes."""
         ...
 
     def local_boxes(self, rank: int) -> tuple[Box, ...]:
@@ -63,18 +73,18 @@ class Sharding(Protocol):
 
     @property
     def runs(self) -> tuple[Runs, ...]:
-        """All elements in order, if the boxes form few runs; else ().
+        """All elements in order as a few runs (see `Runs`), or ().
 
-        The runs are () as well if every rank has all elements. The ranks in the runs are those of
-        this rank's replica group, even if another group contributes the elements, and this one has
-        no `owners`.
+        They are () if there would be too many runs, or if every rank has all elements. The ranks in
+        the runs are those of the replica group of this rank. That holds even if another group
+        contributes the elements, so that this one has no `owners`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ReplicatedSharding:
-    """Every rank has the whole tensor; rank 0's is stored."""
+    """Every rank has the whole tensor; that of rank 0 is stored."""
 
     view: tuple[int, ...]
     is_replicated: bool = True
@@ -91,7 +101,7 @@ class ReplicatedSharding:
 
 @dataclass(frozen=True)
 class OwnedSharding:
-    """The rank `owner` alone contributes the whole tensor to a gather; None means no rank does."""
+    """Only the rank `owner` contributes the whole tensor. None means that no rank does."""
 
     view: tuple[int, ...]
     owner: int | None
@@ -121,10 +131,15 @@ class OwnedSharding:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks in a grid."""
+    """Ranks in a grid.
+
+    Attributes:
+        shape: The shape of the grid.
+        ranks: The global ranks that fill it; the last dimension varies fastest.
+    """
 
     shape: tuple[int, ...]
-    ranks: tuple[int, ...]  # global ranks; the last dimension of the grid varies fastest
+    ranks: tuple[int, ...]
 
     @cached_property
     def places(self) -> dict[int, tuple[int, ...]]:
@@ -133,7 +148,11 @@ class Mesh:
 
     @cached_property
     def reaches(self) -> tuple[int, ...]:
-        """How many ranks, from the first one on, have consecutive numbers, for each dimension."""
+        """How many ranks along each dimension have consecutive numbers, from the first one on.
+
+        For example, in a grid of shape (2, 2) with the ranks 0, 1, 2, 3, they are (1, 2): the first
+        column has the ranks 0 and 2, the first row has 0 and 1.
+        """
         reaches = []
         for dim, size in enumerate(self.shape):
             stride = prod(self.shape[dim + 1 :])
@@ -149,16 +168,22 @@ class Mesh:
 class MeshSharding:
     """A tensor that some dimensions of a mesh cut, as torch.chunk does, and the others replicate.
 
-    A mesh without rank 0 holds replicas of another mesh's elements, and contributes nothing.
+    A mesh without rank 0 holds replicas of the elements of another mesh, and contributes nothing.
+
+    Attributes:
+        view: The shape that is cut.
+        mesh: The ranks.
+        cuts: For each dimension of the mesh, the dimension of the view that it cuts; None if it
+            replicates.
+        is_replicated: Whether several ranks should hold the same elements.
+        order: The order in which the dimensions of the mesh cut. Each one cuts the parts that the
+            one before has made. () means 0, 1, ...
     """
 
     view: tuple[int, ...]
     mesh: Mesh
-    # for each dimension of the mesh, the dimension of the view that it cuts
     cuts: tuple[int | None, ...]
     is_replicated: bool = False
-    # order in which the dimensions of the mesh cut, each the parts that the one before has made; ()
-    # stands for 0, 1, ...
     order: tuple[int, ...] = ()
     is_sharded = True
     is_opaque = False
@@ -198,10 +223,10 @@ class MeshSharding:
         return runs_over_grid(self.view, self.mesh.shape, self.mesh.ranks, cuts)
 
     def _rows_over_consecutive_ranks(self, rows: int) -> int | None:
-        """Return the rows of each rank if consecutive ranks have consecutive rows.
+        """Return the number of rows of each rank, if consecutive ranks have consecutive rows.
 
-        Return None if the tensor is cut more than once, or not along its first dimension, or if the
-        ranks with the parts do not have consecutive numbers.
+        Returns None if the tensor is cut more than once, or not along its first dimension, or if
+        the ranks with the parts do not have consecutive numbers.
         """
         cut_axes = []
         for axis, dim in enumerate(self.cuts):
@@ -233,14 +258,19 @@ class MeshSharding:
 
 @dataclass(frozen=True)
 class OpaqueSharding:
-    """A layout that only its engine can assemble, such as a pending sum.
+    """A layout that only the engine of the tensor can gather, such as a pending sum.
 
     Nothing can be read into such a tensor.
+
+    Attributes:
+        view: The shape of the tensor.
+        is_replicated: Whether several ranks should hold the same elements.
+        why: The reason to refuse the tensor, if its engine cannot gather it either; else "".
     """
 
     view: tuple[int, ...]
     is_replicated: bool = False
-    why: str = ""  # the reason to refuse the tensor, if the engine cannot assemble it either
+    why: str = ""
     owners = (0,)
     is_sharded = False
     is_opaque = True
@@ -254,10 +284,10 @@ class OpaqueSharding:
 
 
 def is_known_to_all(sharding: Sharding, world_size: int) -> bool:
-    """Check whether every rank knows which ranks contribute to a gather of the tensor.
+    """Check whether every rank knows which ranks contribute elements of the tensor.
 
-    The answer is the same on every rank. If there are several groups of shards, the ranks of the
-    groups without rank 0 know the members of their own group alone.
+    The answer is the same on every rank. If there are several groups that each have all shards, the
+    ranks of a group without rank 0 know only the members of their own group.
     """
     if isinstance(sharding, MeshSharding):
         return len(sharding.mesh.ranks) == world_size
@@ -312,14 +342,22 @@ def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> 
 class FlatSharding:
     """A tensor in a flat buffer that is cut into equal shards, one for each of `members`.
 
-    The tensor has the elements [first, first + numel) of the buffer. Members without rank 0 hold
-    replicas of the shards of other members, and contribute nothing.
+    The tensor has the elements [first, first + numel) of the buffer. For example, with shards of 10
+    elements, a tensor with first=5 and numel=12 has 5 elements in shard 0 and 7 in shard 1. Members
+    without rank 0 hold replicas of the shards of other members, and contribute nothing.
+
+    Attributes:
+        numel: Number of elements of the tensor.
+        first: Index of its first element in the buffer.
+        shard: Number of elements of a shard.
+        members: Global ranks in the order of the shards, as a range if possible (see
+            `ranks_in_order`).
+        is_replicated: Whether several ranks should hold the same elements.
     """
 
     numel: int
     first: int
-    shard: int  # elements
-    # global ranks in the order of the shards, if possible as a range (see `ranks_in_order`)
+    shard: int
     members: Sequence[int]
     is_replicated: bool = False
     is_sharded = True
@@ -364,7 +402,10 @@ class FlatSharding:
         return (Runs(self.members[self.first // self.shard], lead, chunk, self.numel),)
 
     def range_in_shard(self, rank: int) -> tuple[int, int] | None:
-        """Return the range [start, stop) of the elements in the shard of `rank`, or None."""
+        """Return the range [start, stop) of the tensor's elements in the shard of `rank`.
+
+        Returns None if the shard has none of them.
+        """
         for box in self.local_boxes(rank):
             start = self.first + box.offsets[0] - self.members.index(rank) * self.shard
             return start, start + box.sizes[0]

@@ -1,4 +1,4 @@
-"""One live tensor of a run: name, global shape, sharding, and this rank's elements."""
+"""Defines the source of a tensor: its name, global shape, sharding, and this rank's elements."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ft_ckpt.ranks.sharding.sharding import Box, Sharding
 
-_unique_keys = count(-1, -1)  # below all ids of objects
+# Keys of sources without an object: negative numbers, which are no ids of objects.
+_unique_keys = count(-1, -1)
 
 
 def unique_key() -> int:
@@ -25,27 +26,45 @@ def _not_gathered(live: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Source:
-    """One tensor under its canonical name, with access to its elements on this rank."""
+    """One live tensor under its canonical name, with access to its elements on this rank.
 
-    key: int  # identity on this rank, equal for all names of one parameter
-    name: str  # without wrapper parts
-    raw_name: str  # as `named_modules` spells it, wrapper parts included
-    shape: tuple[int, ...]  # global
+    Attributes:
+        key: The identity of the tensor on this rank. All names of one parameter have the same key.
+        name: The canonical name, without the parts that wrappers add.
+        raw_name: The name with these parts, as `named_modules` gives it.
+        shape: The global shape.
+        dtype: The dtype in memory.
+        trainable: Whether it requires a gradient.
+        is_parameter: Whether it is a parameter.
+        engine: "plain", "fsdp1", "fsdp2", "tensor parallel", "zero3", "parts" or "zero".
+        sharding: Which elements each rank holds.
+        is_added: Whether it is an entry of the state dict that is neither parameter nor buffer.
+        live: The parameter, the buffer, or the object that an engine has in its place. `key` is its
+            id, and this reference keeps the id valid.
+        take: Returns this rank's elements of `live`.
+        gather: Returns the full tensor of `live`, if the sharding is opaque. Collective.
+    """
+
+    key: int
+    name: str
+    raw_name: str
+    shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     is_parameter: bool
-    engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "parts", "zero"
+    engine: str
     sharding: Sharding
-    is_added: bool = False  # an entry of the state dict that is neither parameter nor buffer
-    # the parameter, the buffer or an engine's stand-in; the reference keeps its id, `key`, valid
+    is_added: bool = False
     live: Any = None
-    take: Callable[[Any], Tensor | None] = lambda _: None  # live -> this rank's elements
-    # live -> the full tensor of an opaque sharding; collective
+    take: Callable[[Any], Tensor | None] = lambda _: None
     gather: Callable[[Any], Tensor] = _not_gathered
 
     @property
     def local(self) -> Tensor | None:
-        """This rank's elements in `Sharding.local_boxes`, without gradient; None if it has none."""
+        """This rank's elements, in the order of `Sharding.local_boxes` and without gradient.
+
+        None if this rank has no elements.
+        """
         return self.take(self.live)
 
     def gather_full(self) -> Tensor:

@@ -1,6 +1,7 @@
-"""Kinds of tensors: how an engine lays out the parameters and buffers of a model.
+"""Defines kinds of tensors: how an engine lays out the parameters and buffers of a model.
 
-To add a kind, write a subclass of `TensorKind` and add it to `tensor_kinds`.
+To add a kind, write a subclass of `TensorKind` and add it to `tensor_kinds`. A stand-in is an
+object in the place of a parameter that is elsewhere, for example in the flat buffer of an engine.
 """
 
 from abc import ABC, abstractmethod
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from ft_ckpt.ranks.sharding.groups import global_rank
 from ft_ckpt.ranks.sharding.sharding import ReplicatedSharding, Sharding
 
-_READ = "_ft_ckpt_read"  # attribute of a stand-in: the function that returns its tensor
+# Attribute of a stand-in parameter: the function that returns its tensor.
+_READ = "_ft_ckpt_read"
 
 
 class TensorLayout(NamedTuple):
-    """The layout of one tensor under its engine."""
+    """The layout of one tensor under its engine; `shape` is that of the full tensor."""
 
-    shape: tuple[int, ...]  # of the full tensor
+    shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     is_parameter: bool
@@ -40,7 +42,10 @@ def layout_like(
 
 
 def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
-    """View this rank's part in the shape of its box, in which the view may split a dimension."""
+    """View this rank's elements in the shape of its box.
+
+    The box may have one dimension more than `local`, if the view of the sharding splits one.
+    """
     boxes = sharding.local_boxes(global_rank())
     if not boxes or tuple(local.shape) == boxes[0].sizes:
         return local
@@ -48,11 +53,15 @@ def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
 
 
 class TensorKind(ABC):
-    """Tensors that one engine has laid out over the ranks."""
+    """Tensors that one engine has laid out over the ranks.
 
-    # names of attributes that, with the type, determine `layout_of`; () if these are unknown
+    Attributes:
+        layout_facts: Names of the attributes that determine `layout_of`, together with whether the
+            tensor is a parameter; () if they are not known.
+        shows_runs: Whether optimizers see an ordinary tensor that has only this rank's elements.
+    """
+
     layout_facts: tuple[str, ...] = ()
-    # whether optimizers see an ordinary tensor that has only this rank's elements
     shows_runs = False
 
     @abstractmethod
@@ -67,19 +76,19 @@ class TensorKind(ABC):
         """Return the layout of each tensor; tensors with equal `layout_facts` share one object."""
         if not self.layout_facts:
             return [*map(self.layout_of, tensors)]
-        facts_of = attrgetter(*self.layout_facts)
+        attributes_of = attrgetter(*self.layout_facts)
         are_parameters = map(isinstance, tensors, repeat(nn.Parameter))
-        by_facts: dict[Any, TensorLayout] = {}
+        layout_by_attributes: dict[Any, TensorLayout] = {}
         layouts = []
         for tensor, is_parameter in zip(tensors, are_parameters, strict=True):
             try:
-                facts = facts_of(tensor), is_parameter
+                attributes = attributes_of(tensor), is_parameter
             except AttributeError:
                 layouts.append(self.layout_of(tensor))
                 continue
-            if facts not in by_facts:
-                by_facts[facts] = self.layout_of(tensor)
-            layouts.append(by_facts[facts])
+            if attributes not in layout_by_attributes:
+                layout_by_attributes[attributes] = self.layout_of(tensor)
+            layouts.append(layout_by_attributes[attributes])
         return layouts
 
     def local_part(self, tensor: Any) -> Tensor | None:
@@ -103,7 +112,7 @@ class TensorKind(ABC):
         return tensor
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-        """Return the layout of optimizer state of a tensor, and this rank's elements of it."""
+        """Return the sharding of a tensor's optimizer state, and this rank's elements of it."""
         raise AssertionError("no tensor of this kind needs it")
 
 

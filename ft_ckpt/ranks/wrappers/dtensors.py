@@ -26,7 +26,7 @@ from ft_ckpt.ranks.wrappers.strided_shards import cutting_of
 
 
 class DTensors(TensorKind):
-    """DTensors, and their subclasses by duck typing."""
+    """DTensors, and tensors with the same attributes."""
 
     layout_facts = ("shape", "dtype", "requires_grad", "device_mesh", "placements")
 
@@ -53,7 +53,7 @@ class DTensors(TensorKind):
         return shaped_as_box(ready, self.layout_of(tensor).sharding)
 
     def has_data(self, tensor: Any) -> bool:
-        # The first branch is a fast path: this runs for all tensors of a model.
+        # A fast path for most tensors, because this runs for all tensors of a model.
         if type(tensor) is DTensor:
             return not tensor._local_tensor.is_meta
         return super().has_data(tensor)

@@ -1,6 +1,7 @@
-"""FSDP1: flat parameters, cut into equal shards.
+"""Reads the layouts of FSDP1, which puts several parameters into one flat parameter.
 
-Layouts are read from the handles of FullyShardedDataParallel.
+A flat parameter is cut into equal shards, one for each rank. The layouts are in the handles of
+FullyShardedDataParallel. A `FlatParameter` here stands for one original parameter.
 """
 
 import math
@@ -26,16 +27,24 @@ from ft_ckpt.ranks.wrappers.wrapper import Wrapper
 
 @dataclass(frozen=True, eq=False)
 class FlatParameter:
-    """One original parameter inside an FSDP1 flat parameter."""
+    """One original parameter inside a flat parameter of FSDP1.
+
+    Attributes:
+        handle: The handle of the flat parameter.
+        shape: The shape of the original parameter.
+        dtype: Its dtype.
+        requires_grad: Whether it is trained.
+        first: The index of its first element in the unsharded flat parameter.
+        members: The ranks among which it is cut; None if every rank has all of it.
+        original: The parameter that optimizers get; None if they get the flat parameter.
+    """
 
     handle: Any
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    first: int  # index of the first element in the unsharded flat parameter
-    # the ranks among which the parameter is cut; None if every rank has all of it
+    first: int
     members: Sequence[int] | None
-    # the parameter that optimizers get; None if that is the flat parameter itself
     original: Any = None
 
     layout = torch.strided
@@ -49,7 +58,10 @@ class FlatParameter:
         return self.handle.flat_param if local is None else local
 
     def sharding(self, shard: int | None = None) -> Sharding:
-        """Return the layout in shards of `shard` elements, by default the flat parameter's."""
+        """Return the sharding, in shards of `shard` elements.
+
+        By default these are the shards of the flat parameter.
+        """
         numel = math.prod(self.shape)
         if self.members is None:
             return ReplicatedSharding((numel,))
@@ -59,9 +71,9 @@ class FlatParameter:
         )
 
     def local_run(self, buffer: Tensor) -> Tensor | None:
-        """Return this rank's elements in a `buffer` that is cut like the flat parameter.
+        """Return this rank's elements of the parameter in a `buffer`, or None if it has none.
 
-        Optimizer state is such a buffer.
+        The buffer is a shard that is cut like the flat parameter, such as optimizer state.
         """
         flat, sharding = buffer.detach().view(-1), self.sharding(buffer.numel())
         if not isinstance(sharding, FlatSharding):
@@ -119,8 +131,8 @@ class FlatParameters(TensorKind):
         return tensor.handle.flat_param if tensor.original is None else tensor.original
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-        # State of an original parameter is this rank's run; state of a flat parameter has the runs
-        # of all parameters.
+        # The state of an original parameter has this rank's elements of it. The state of a flat
+        # parameter has this rank's elements of all parameters.
         if state is None or tensor.original is not None:
             return tensor.sharding(), None if state is None else state.detach().view(-1)
         return tensor.sharding(state.numel()), tensor.local_run(state)

@@ -1,4 +1,4 @@
-"""FSDP2, which wraps no module but replaces the classes of modules."""
+"""Finds and prepares modules of FSDP2, which wraps no module but replaces classes of modules."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def _parameter_records(groups: Sequence[Any]) -> list[Any]:
 
 
 def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
-    """Warn of tied parameters that FSDP2 has twice although the optimizer has one of them.
+    """Warn of tied parameters of which FSDP2 has two copies, and the optimizer trains one.
 
     If shards are padded, because the number of ranks does not divide the rows, torch copies a tied
     parameter for each module that it shards. The second copy is not trained and is in no state

@@ -1,4 +1,4 @@
-"""Extra state: entries of torch's `state_dict()` that are neither parameters nor buffers.
+"""Collects extra state: entries of `state_dict()` that are neither parameters nor buffers.
 
 Most modules list their parameters and persistent buffers only. Some have extra state or override
 the listing. The entries of these modules are collected as torch does, and restored by the loading
@@ -31,19 +31,27 @@ EXTRA_STATE = "_extra_state"  # torch's name for it
 
 @dataclass(frozen=True, eq=False)
 class AddedValue:
-    """One value that a module lists in addition to parameters and buffers."""
+    """One value that a module lists in addition to parameters and buffers.
 
-    raw: str  # name with the wrapper steps of the module's path
-    value: Any  # current value: a tensor or any object
-    owner: nn.Module  # the module that lists the value
-    prefix: str  # canonical prefix of the owner's names
+    Attributes:
+        raw: The name, including the names that wrappers add to the path of the module.
+        value: The current value, a tensor or any object.
+        owner: The module that lists the value.
+        prefix: The canonical prefix of the names of this module.
+    """
+
+    raw: str
+    value: Any
+    owner: nn.Module
+    prefix: str
 
 
 def wrapper_steps(pairs: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """Return the steps of wrappers in the raw names of (name, raw name) `pairs`.
+    """Return the names of wrapped children that are in raw names and not in canonical names.
 
-    Raises SelectionError if a module of the user has the name of such a step, because the two
-    cannot be distinguished.
+    `pairs` are (name, raw name). For example, ("a.weight", "module.a.weight") gives "module".
+    Raises SelectionError if a module of the user has such a name too, because the two cannot be
+    distinguished.
     """
     paths = [(name.split("."), raw.split(".")) for name, raw in pairs if name != raw]
     steps: set[str] = set()
@@ -188,11 +196,17 @@ def takes_extra_state(root: nn.Module, name: str) -> bool:
 
 @dataclass
 class _StateLister:
-    """Lists the state of modules as torch does, and records which module listed a value first."""
+    """Lists the state of modules as torch does, and records which module listed a value first.
+
+    Attributes:
+        listed: The state dict so far.
+        entries: The values of the state dict by name, with the modules that list them.
+        by_hooks: The names that hooks have added.
+    """
 
     listed: "OrderedDict[str, Any]" = field(default_factory=OrderedDict)
     entries: dict[str, AddedValue] = field(default_factory=dict)
-    by_hooks: list[str] = field(default_factory=list)  # names of entries
+    by_hooks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.listed._metadata = OrderedDict()  # type: ignore[attr-defined]  # as in torch, for hooks
@@ -218,24 +232,25 @@ class _StateLister:
         if inner is not None:
             self.list_module(module._modules[inner], prefix, f"{raw}{inner}.")  # type: ignore[arg-type]  # there is one
             return
-        # not called above tensors of an engine, which it would gather
+        # A user's state_dict() is not called if an engine has tensors below the module, because it
+        # would gather them.
         is_called = _has_own_method(module, "state_dict") and not _hides_tensors(module)
         if not is_called:
-            self._as_torch_does(module, prefix, raw)
+            self._list_as_torch_does(module, prefix, raw)
         elif prefix:
             whole = module.state_dict(prefix=prefix, keep_vars=True)
-            self._note_listed(module, prefix, raw, whole)
-        else:  # without arguments, which a method of the user may not take
-            self._note_listed(module, prefix, raw, module.state_dict())
+            self._record_listed(module, prefix, raw, whole)
+        else:  # no arguments are passed, because the user's method might not take them
+            self._record_listed(module, prefix, raw, module.state_dict())
 
-    def _as_torch_does(self, module: nn.Module, prefix: str, raw: str) -> None:
+    def _list_as_torch_does(self, module: nn.Module, prefix: str, raw: str) -> None:
         metadata = {"version": module._version}
         self.listed._metadata[prefix[:-1]] = metadata  # type: ignore[attr-defined]
         for pre_hook in filter(_is_users, module._state_dict_pre_hooks.values()):
             pre_hook(module, prefix, True)
         direct: dict[str, Any] = {}
         module._save_to_state_dict(direct, prefix, True)
-        self._note_listed(module, prefix, raw, direct)
+        self._record_listed(module, prefix, raw, direct)
         for name, child in module._modules.items():
             if child is not None:
                 self.list_module(child, f"{prefix}{name}.", f"{raw}{name}.")
@@ -244,9 +259,9 @@ class _StateLister:
             returned = hook(module, self.listed, prefix, metadata)
             after = dict(self.listed if returned is None else returned)
             self.by_hooks += [name for name in after if name not in before]
-            self._note_listed(module, prefix, raw, after)
+            self._record_listed(module, prefix, raw, after)
 
-    def _note_listed(
+    def _record_listed(
         self, module: nn.Module, prefix: str, raw: str, now: Mapping[str, Any]
     ) -> None:
         for name, value in now.items():
@@ -299,7 +314,10 @@ def _has_own_listing(cls: type) -> bool:
 
 
 def _is_users(hook: Any) -> bool:
-    """Check whether a hook is the user's; engines' hooks gather or reorder tensors and add none."""
+    """Check whether a hook is the user's.
+
+    The hooks of engines gather or reorder tensors, and add none.
+    """
     return not is_engine_code(str(getattr(getattr(hook, "func", hook), "__module__", "")))
 
 

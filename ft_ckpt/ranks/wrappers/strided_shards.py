@@ -1,4 +1,4 @@
-"""Cuts of tensors whose DTensor placements are strided shards (`_StridedShard` of torch).
+"""Computes how a tensor is cut whose DTensor placements are strided shards (`_StridedShard`).
 
 Placements say how each dimension of a mesh cuts the tensor. torch applies them from left to right.
 A `_StridedShard` with a split factor f first splits its dimension into f groups, and then cuts each

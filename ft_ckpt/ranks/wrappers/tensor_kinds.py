@@ -1,4 +1,4 @@
-"""The table of tensor kinds, and functions that call the kind of each tensor.
+"""Has the table of tensor kinds, and functions that ask the kind of each tensor.
 
 The first kind in the table that describes a tensor is its kind.
 """

@@ -26,7 +26,7 @@ class ModelTensors:
 
     def __init__(self, model: nn.Module) -> None:
         """List the modules of `model`, after engines have resharded them as for a state dict."""
-        # from `model`, through each wrapped module, to the module of the user
+        # The model, the module in each wrapper, and last the module of the user.
         self.chain = wrappers.wrapper_chain(model)
         walked = [*wrappers.walk_modules(self.chain[-1])]
         self.modules = [module for _, _, module in walked]
@@ -34,7 +34,7 @@ class ModelTensors:
         wrappers.reshard_modules(everything)
         stand_ins = wrappers.tensors_of_modules(everything)
         self._broadcast = wrappers.broadcast_buffers(model)
-        # canonical name, raw name, tensor; ties included
+        # Canonical name, raw name and tensor. A tied tensor has an item for each name.
         self._places: list[tuple[str, str, Any]] = []
         for path, raw_path, module in walked:
             prefix = f"{path}." if path else ""
@@ -57,7 +57,7 @@ class ModelTensors:
         tensors without data on this rank (on the meta device, lazy, or partitioned by an unknown
         engine); SelectionError naming tensors without dense values.
         """
-        # sources that passed the check for data serve both cases
+        # Sources that have passed the check for data (the key False) serve both cases.
         sources = self._sources.get(False) or self._sources.get(allow_meta)
         if sources is None:
             sources = self._describe(allow_meta)
@@ -184,7 +184,8 @@ def _is_lost(info: Source, has_data: bool) -> bool:
         return False
     if info.sharding.owners:
         return not has_data
-    # no owner in this rank's group: of a sharded tensor, the group of rank 0 has a replica
+    # No rank of this group contributes elements. If the tensor is sharded, ranks of the group of
+    # rank 0 do.
     return info.numel > 0 and not info.sharding.is_sharded
 
 

@@ -1,4 +1,4 @@
-"""Wrappers of modules: modules around the user's modules, and attributes that engines set on them.
+"""Defines wrappers: modules around the user's modules, and attributes that engines set on these.
 
 To add a wrapper, write a subclass of `Wrapper` that overrides the differences, and add it to the
 table in `wrappers`.
@@ -12,17 +12,23 @@ from torch import Tensor, nn
 
 
 class Wrapper:
-    """One kind of wrapper module."""
+    """One kind of wrapper module.
 
-    child_key: str | None = None  # name of the wrapped child in the wrapper module
-    # packages whose functions the engine registers as hooks
+    Attributes:
+        child_key: The name of the wrapped child in the wrapper module.
+        packages: Packages whose functions the engine registers as hooks.
+        function_packages: Packages of functions that the engine sets on the user's modules.
+        attributes: Names of attributes that the engine sets on the user's modules.
+        attribute_prefixes: Beginnings of such names.
+        hides_gradients: The display name of the engine if accumulated gradients cannot be read
+            under it, else None.
+    """
+
+    child_key: str | None = None
     packages: tuple[str, ...] = ()
-    # packages of functions that the engine sets on the user's modules
     function_packages: tuple[str, ...] = ()
-    # attributes that the engine sets on the user's modules
     attributes: tuple[str, ...] = ()
     attribute_prefixes: tuple[str, ...] = ()
-    # display name, if accumulated gradients cannot be read under it
     hides_gradients: str | None = None
 
     def wraps(self, module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The table of wrappers, and functions that call each wrapper in it.
+"""Has the table of wrappers, and functions that ask each wrapper in it.
 
 Wrappers are recognised by their modules, never by the configuration of a launcher.
 """

@@ -16,10 +16,10 @@ from .replicas import (
     ReplicaDigest as ReplicaDigest,
     describe_differences as describe_differences,
     difference_note as difference_note,
-    differing_places as differing_places,
+    differing_boxes as differing_boxes,
     differing_replicas as differing_replicas,
     digest_replicas as digest_replicas,
-    digests_by_place as digests_by_place,
+    digests_by_box as digests_by_box,
     replicated_tensors as replicated_tensors,
 )
 from .report import (

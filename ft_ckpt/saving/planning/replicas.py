@@ -1,8 +1,16 @@
 """Compares the replicas of each tensor during a save by their digests.
 
-A digest covers all bits of a replica. Replicas may differ after LocalSGD, in batch-norm statistics,
-in parameters that a wrapper ignores and in replicated shards. The value of the first rank that
-holds the tensor is stored, and that rank alone writes it.
+A replica is a copy of a tensor, or of a shard, that several ranks should hold with equal bits.
+Replicas may differ after LocalSGD, in batch-norm statistics, in parameters that a wrapper ignores
+and in replicated shards. Only the first rank that holds a replica writes it. The others may lose
+their values, so they are compared:
+
+1. `digest_replicas` digests all bits of each replica on this rank.
+2. `digests_by_box` joins these digests to one for each box: the part of a tensor that a rank holds.
+   For example, all tensors that are cut in the same rows have one joined digest. These digests
+   are few, so the ranks exchange them at every save.
+3. `differing_boxes` compares the joined digests, on rank 0.
+4. `differing_replicas` exchanges the digests of single tensors, but only for boxes that differ.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,27 +21,36 @@ import xxhash
 from ft_ckpt.errors import listing
 from ft_ckpt.model.tensors import Entry, Part
 from ft_ckpt.ranks import Ranks, Values, rank_numbers
-from ft_ckpt.ranks.moving import WEIGHTS, digests_of, place_of
+from ft_ckpt.ranks.moving import WEIGHTS, box_key, digests_of
 from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.ranks.wrappers import of_rank_0
 from ft_ckpt.saving.planning.files import PartPlan
 
-# Name of a tensor in a run -> rank whose value differs from the first rank's -> the place of its
-# elements (see `place_of`), None if the rank holds no elements.
+# The replicas that differ from the first rank's: name of the tensor in a run -> rank -> the box of
+# the replica (see `box_key`), or None if the rank should hold elements and has none.
 Differences = Mapping[str, Mapping[int, str | None]]
 
 
 @dataclass(frozen=True)
 class ReplicaDigest:
-    """The digest of the replica of one tensor on one rank."""
+    """The digest of the replica of one tensor on one rank.
 
-    place: str  # of the elements in the tensor, see `place_of`
-    bits: str  # hexadecimal; "" if this rank holds no elements
-    is_stored: bool  # whether this rank writes the replica
+    Attributes:
+        box: The part of the tensor that the replica is, as `box_key` gives it.
+        bits: The digest of all bits in hexadecimal digits; "" if this rank holds no elements.
+        is_stored: Whether this rank writes the replica.
+    """
+
+    box: str
+    bits: str
+    is_stored: bool
 
 
 def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
-    """Return the tensors in the files of `plans` that several ranks hold, by name in a run."""
+    """Return the tensors in the files of `plans` that several ranks hold, by name in a run.
+
+    A tensor that has several names is returned once.
+    """
     by_key: dict[int, tuple[str, Source]] = {}
     for plan in plans:
         written: set[str] = set()
@@ -49,7 +66,10 @@ def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
 
 
 def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, ReplicaDigest]:
-    """Digest the part of each tensor that `rank`, the rank of this process, should hold."""
+    """Digest the part of each tensor that this rank should hold.
+
+    `rank` is the rank of this process. Tensors of which it should hold nothing are left out.
+    """
     shardings = {}
     local_parts = {}
     for name, source in sources.items():
@@ -63,82 +83,113 @@ def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, Repli
     digests = {}
     for name, sharding in shardings.items():
         is_stored = bool(sharding.boxes(rank))
-        digests[name] = ReplicaDigest(place_of(sharding, rank), bits.get(name, ""), is_stored)
+        digests[name] = ReplicaDigest(box_key(sharding, rank), bits.get(name, ""), is_stored)
     return digests
 
 
-def digests_by_place(digests: Mapping[str, ReplicaDigest]) -> dict[str, str]:
-    """Join the digests of all replicas that a rank holds at one place, by place.
-
-    The joined digests are small enough to exchange at every save.
-    """
-    places: dict[str, list[tuple[str, str]]] = {}
+def digests_by_box(digests: Mapping[str, ReplicaDigest]) -> dict[str, str]:
+    """Join the digests of all replicas of this rank that have the same box; return them by box."""
+    bits_by_box: dict[str, list[tuple[str, str]]] = {}
     for name, digest in digests.items():
-        places.setdefault(digest.place, []).append((name, digest.bits))
+        bits_by_box.setdefault(digest.box, []).append((name, digest.bits))
     joined = {}
-    for place, named_bits in places.items():
-        joined[place] = xxhash.xxh3_128_hexdigest(repr(named_bits).encode())
+    for box, named_bits in bits_by_box.items():
+        joined[box] = xxhash.xxh3_128_hexdigest(repr(named_bits).encode())
     return joined
 
 
-def differing_places(digests: Iterable[Mapping[str, str]]) -> list[str]:
-    """Return the places at which ranks differ, from the `digests_by_place` of each rank."""
-    by_place: dict[str, set[str]] = {}
+def differing_boxes(digests: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return the boxes in which replicas differ.
+
+    `digests` has the result of `digests_by_box` on each rank.
+    """
+    by_box: dict[str, set[str]] = {}
     for rank_digests in digests:
-        for place, digest in rank_digests.items():
-            by_place.setdefault(place, set()).add(digest)
-    return sorted(place for place, distinct in by_place.items() if len(distinct) > 1)
+        for box, digest in rank_digests.items():
+            by_box.setdefault(box, set()).add(digest)
+    return sorted(box for box, distinct in by_box.items() if len(distinct) > 1)
 
 
 def differing_replicas(
-    digests: Mapping[str, ReplicaDigest], places: Sequence[str], ranks: Ranks
+    digests: Mapping[str, ReplicaDigest], boxes: Sequence[str], ranks: Ranks
 ) -> Differences:
-    """Find the tensors at `places` that differ from the replica of the first rank that stores them.
+    """Find the replicas that differ from the replica that is stored.
 
-    `digests` are the digests of this rank. Collective unless `places` is empty.
+    Only replicas with one of the `boxes` are compared. `digests` are the digests of this rank.
+    Collective unless `boxes` is empty.
     """
-    if not places:
+    if not boxes:
         return {}
-    at_places = {}
+    digests_to_compare = {}
     for name, digest in digests.items():
-        if digest.place in places:
-            at_places[name] = [*astuple(digest)]
+        if digest.box in boxes:
+            digests_to_compare[name] = [*astuple(digest)]
     agreed = ranks.agree(
-        "the comparison of replicas", {"digests": at_places}, decide=_find_differences
+        "the comparison of replicas", {"digests": digests_to_compare}, decide=_find_differences
     )
     differences = {}
-    for name, place_by_rank in agreed.result.items():
-        differences[name] = {int(rank): place for rank, place in place_by_rank.items()}
+    for name, box_by_rank in agreed.result.items():
+        # JSON has made strings of the ranks.
+        differences[name] = {int(rank): box for rank, box in box_by_rank.items()}
     return differences
 
 
+def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
+    """Compare the digests of all ranks, on rank 0; return `Differences` as JSON."""
+    # (tensor, box) -> (rank, digest of its replica), in rank order
+    replicas: dict[tuple[str, str], list[tuple[int, ReplicaDigest]]] = {}
+    for rank, answer in enumerate(answers):
+        for name, fields in answer["digests"].items():
+            digest = ReplicaDigest(*fields)
+            replicas.setdefault((name, digest.box), []).append((rank, digest))
+    differences: dict[str, dict[int, str | None]] = {}
+    for (name, box), by_rank in replicas.items():
+        _, stored_digest = by_rank[0]
+        for _, digest in by_rank:
+            if digest.is_stored:
+                stored_digest = digest
+                break
+        for rank, digest in by_rank:
+            if digest.bits != stored_digest.bits:
+                box_by_rank = differences.setdefault(name, {})
+                box_by_rank[rank] = box if digest.bits else None
+    as_json = {}
+    for name, box_by_rank in differences.items():
+        as_json[name] = {str(rank): box_by_rank[rank] for rank in sorted(box_by_rank)}
+    return as_json
+
+
 def difference_note(differing: Differences) -> str:
-    """Return the note of a checkpoint that stores the first rank's replicas."""
+    """Return the message for the report of a checkpoint whose replicas differ."""
     return f"{describe_differences(differing)}, which is stored"
 
 
 def describe_differences(differing: Differences) -> str:
     """Return as text which tensors differ, and on which ranks."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
-    for name, owners in differing.items():
-        by_ranks.setdefault(tuple(owners), []).append(name.removeprefix(f"{WEIGHTS}/"))
+    for name, box_by_rank in differing.items():
+        by_ranks.setdefault(tuple(box_by_rank), []).append(name.removeprefix(f"{WEIGHTS}/"))
     lines = []
     for ranks, names in by_ranks.items():
         lines.append(f"{listing(names, ', ')} on rank(s) {rank_numbers(list(ranks))}")
-    is_cut = any(any(owners.values()) for owners in differing.values())
-    first = "the first rank with the same part" if is_cut else "rank 0"
+    # The box of a whole tensor is "".
+    is_sharded = any(any(box_by_rank.values()) for box_by_rank in differing.values())
+    first = "the first rank with the same part" if is_sharded else "rank 0"
     return f"{listing(lines)}: not as on {first}"
 
 
 def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Part]:
-    """Return the parts with the first rank's values of differing tensors, and a note on these."""
+    """Return the parts so that the first rank's values of differing tensors are stored.
+
+    The first part gets a message about these tensors for the report.
+    """
     keys = set()
     for part in parts:
         for entry in part.entries:
             for name, source in _named_sources(part, entry):
                 if name in differing:
                     keys.add(source.key)
-    changed = []
+    new_parts = []
     for part in parts:
         entries = []
         for entry in part.entries:
@@ -146,36 +197,20 @@ def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Par
                 entries.append(entry._replace(source=of_rank_0(entry.source)))
             else:
                 entries.append(entry)
-        changed.append(replace(part, entries=tuple(entries)))
-    changed[0] = replace(changed[0], notes=(*changed[0].notes, difference_note(differing)))
-    return changed
+        new_parts.append(replace(part, entries=tuple(entries)))
+    notes = (*new_parts[0].notes, difference_note(differing))
+    new_parts[0] = replace(new_parts[0], notes=notes)
+    return new_parts
 
 
 def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
-    """Yield the sources of an entry with their names in a run."""
+    """Yield the sources of an entry with their names in a run.
+
+    The name of a weight in a run begins with "weights/".
+    """
     if entry.group is not None:
         for source in entry.group.sources:
             yield f"{WEIGHTS}/{source.name}", source
     elif entry.source is not None:
         is_state = part.kind == "state"
         yield entry.name if is_state else f"{WEIGHTS}/{entry.source.name}", entry.source
-
-
-def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
-    # (tensor, place) -> (rank, digest of its replica), in rank order
-    copies: dict[tuple[str, str], list[tuple[int, ReplicaDigest]]] = {}
-    for rank, answer in enumerate(answers):
-        for name, fields in answer["digests"].items():
-            digest = ReplicaDigest(*fields)
-            copies.setdefault((name, digest.place), []).append((rank, digest))
-    differences: dict[str, dict[int, str | None]] = {}
-    for (name, place), by_rank in copies.items():
-        stored = next((digest for _, digest in by_rank if digest.is_stored), by_rank[0][1])
-        for rank, digest in by_rank:
-            if digest.bits != stored.bits:
-                owners = differences.setdefault(name, {})
-                owners[rank] = place if digest.bits else None
-    as_json = {}
-    for name, owners in differences.items():
-        as_json[name] = {str(rank): owners[rank] for rank in sorted(owners)}
-    return as_json

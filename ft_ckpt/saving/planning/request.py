@@ -1,4 +1,4 @@
-"""The request of one save: what the caller decides, with defaults from the settings."""
+"""Defines the request of one save: what the caller decides, with defaults from the settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,24 +19,55 @@ from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place
 
-STATE_DOCUMENT = f"{STATE}/training.json"  # path of the state of a run in the checkpoint
+# The path of the state of a run in the checkpoint.
+STATE_DOCUMENT = f"{STATE}/training.json"
 
 
 @dataclass(frozen=True, eq=False)
 class StateToSave:
-    """The state that a run adds to the checkpoint of its model: a part and a JSON document."""
+    """The state that a run adds to the checkpoint of its model: a part and a JSON document.
 
-    tensors: ModelTensors  # of the saved model
-    sources: Mapping[str, Source]  # the tensors of the saved model by name
-    all_sources: tuple[Source, ...]  # of all models of the run
-    # makes the part of the state from the other parts and `sources`, and completes the document
+    Attributes:
+        tensors: The tensors of the saved model.
+        sources: The sources of these tensors by name.
+        all_sources: The tensors of all models of the run.
+        make_part: Makes the part with the tensors of the state, such as those of optimizers, from
+            the other parts and `sources`. It also completes the document.
+        document: The rest of the state.
+    """
+
+    tensors: ModelTensors
+    sources: Mapping[str, Source]
+    all_sources: tuple[Source, ...]
     make_part: Callable[[Sequence[Part], Mapping[str, Source]], Part]
     document: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class SaveRequest:
-    """The arguments of one save, and the functions that its caller adds to some steps."""
+    """The arguments of one save, and functions of the caller that some steps call.
+
+    Notes are messages about this save, for its report and the manifest.
+
+    Attributes:
+        extra_files: Further files of the caller, by path in the checkpoint.
+        differing: The replicas that differ between ranks; None if they are not compared yet.
+        made_from: Names of the checkpoints from which the weights were computed.
+        max_mode: Limit of the permissions of files, see LocalStore. It is below 0o777 if the
+            checkpoint is made from files with fewer permissions.
+        notes: Further notes.
+        merge: Merges adapters into the base model. Returns the one part that replaces the parts of
+            the model.
+        make_room: Called if the disk is full, with the folder of a run. Deletes checkpoints that
+            the run no longer needs.
+        collect: Adds files that other processes have written. Returns their records, and notes on
+            missing files.
+        check: Compares the written folder with the live model before the commit. Returns a note.
+        check_lease: Called directly before the commit. Raises an error if another process has taken
+            over the directory of the run.
+        follow_up: Runs the steps after the commit. Returns the report with the handles of the jobs
+            that it has started.
+    """
 
     model: nn.Module
     target: Place
@@ -53,26 +84,17 @@ class SaveRequest:
     state_dict: Mapping[str, Tensor] | None = None
     run_state: StateToSave | None = None
     run_id: str | None = None
-    # further files of the caller, by path in the checkpoint
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)
-    # replicas that differ between ranks; None: not compared yet
     differing: Differences | None = None
-    made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
-    # limit of permissions, see LocalStore; below 0o777 if the checkpoint is made of other files
+    made_from: tuple[str, ...] = ()
     max_mode: int = 0o777
-    notes: tuple[str, ...] = ()  # further notes for the report and the manifest
+    notes: tuple[str, ...] = ()
 
-    # merges adapters into the base; returns the one part that replaces the model's parts
     merge: Callable[[View], Part] | None = None
-    # called if the disk is full: deletes checkpoints that the run in a folder may lose
     make_room: Callable[[Place], object] | None = None
-    # adds files of other processes; returns their records, and notes on missing files
     collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None
-    # compares the written folder with the live model before the commit; returns a note
     check: Callable[[Path], str] | None = None
-    # called before the commit; raises if another process has taken over the run's directory
     check_lease: Callable[[], None] | None = None
-    # runs the steps after the commit; returns the report with the handles of their jobs
     follow_up: Callable[[SaveReport], SaveReport] | None = None
 
     @property

@@ -1,4 +1,9 @@
-"""Makes the sidecar files of a checkpoint: configs, tokenizer, adapter settings, extra files."""
+"""Makes the sidecar files of a checkpoint, which are all files without weights.
+
+They are configs, the tokenizer, adapter settings, the shard index, the state of a run as JSON, and
+the caller's extra files. Their content is made when the save is planned and written later, so a
+background save stores them as they were at the call.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,19 +37,25 @@ class Companions:
     """The content of the sidecar files at one moment, on rank 0.
 
     Later changes to the model do not change the content.
+
+    Attributes:
+        files: The content by path in the checkpoint, except for the document.
+        bases: The base models of adapters, by the name of the part.
+        classes: The class names of the modules, by the name of the part.
+        document: The state of a run; None if the save is of no run.
+        notes: Messages about the tokenizer, for the report and the manifest.
     """
 
-    files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
-    bases: Mapping[str, BaseRecord] = field(default_factory=dict)  # of adapters, by part name
-    # class names of the modules, by part name
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    bases: Mapping[str, BaseRecord] = field(default_factory=dict)
     classes: Mapping[str, str] = field(default_factory=dict)
-    document: Mapping[str, Any] | None = None  # the state of a run
-    notes: tuple[str, ...] = ()  # on the tokenizer
+    document: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
 
     def contents(self) -> dict[str, bytes]:
         """Return the content of all files by path.
 
-        The document is encoded in this call, because planning changes it until then.
+        The document is encoded only now, because the later steps of planning complete it.
         """
         contents = dict(self.files)
         if self.document is not None:
@@ -53,10 +64,10 @@ class Companions:
 
 
 def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -> Companions:
-    """Make the sidecar files of the live objects as they are now; none on ranks other than 0.
+    """Make the sidecar files of the live objects as they are now.
 
-    Raises CompanionError if tokenizer, config and model do not fit, ConfigError for extra files
-    outside the folder.
+    The result is empty on ranks other than 0. Raises CompanionError if tokenizer, config and model
+    do not fit, ConfigError for extra files outside the folder or with a path of another file.
     """
     if not ranks.is_main:
         return Companions()
@@ -65,9 +76,9 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks)
         reserved.add(plan.index_path)
         reserved.update(file.path for file in plan.files)
     extras = _encode_extra_files(request.extra_files, reserved)
-    described = [plan.part for plan in plans if plan.part.kind in ("model", "adapter")]
+    parts_with_config = [plan.part for plan in plans if plan.part.kind in ("model", "adapter")]
     notes: list[str] = []
-    for part in described:
+    for part in parts_with_config:
         notes += check_companions(part.module, request.tokenizer, request.chat_template_name)
     parts = [plan.part for plan in plans if plan.part.kind != "state"]
     bases = {part.name: record_of_base(part) for part in parts if part.kind == "adapter"}
@@ -81,17 +92,18 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks)
             tokenizer=request.tokenizer,
             chat_template_name=request.chat_template_name,
         )
-        files |= _placed_in(part, files_made_by(write))
-    if request.tokenizer is not None and not described:
+        files |= _in_folder_of(part, files_made_by(write))
+    if request.tokenizer is not None and not parts_with_config:
         notes.append("tokenizer: not written, because no saved module has a config")
     elif request.tokenizer is not None:
         contents = files_made_by(partial(write_tokenizer, tokenizer=request.tokenizer))
-        for part in described:
-            files |= _placed_in(part, contents)
+        for part in parts_with_config:
+            files |= _in_folder_of(part, contents)
         notes += notes_on_classes(request.tokenizer)
     classes = {}
     for plan in plans:
-        module, extra = plan.part.module, plan.part.extra
+        module = plan.part.module
+        extra = plan.part.extra
         classes[plan.part.name] = "" if module is None else user_class(type(module)).__name__
         if extra is not None:
             files[path_in(plan.part, EXTRA_FILE)] = extra.encode()
@@ -106,14 +118,16 @@ def path_in(part: Part, name: str) -> str:
     return PurePosixPath(part.path, name).as_posix()
 
 
-def _placed_in(part: Part, contents: Mapping[str, bytes]) -> dict[str, bytes]:
+def _in_folder_of(part: Part, contents: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return `contents` by path in the checkpoint instead of by name in the folder of the part."""
     return {path_in(part, name): content for name, content in contents.items()}
 
 
 def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) -> dict[str, bytes]:
     """Encode the contents of the caller's files.
 
-    Raises ConfigError for `reserved` paths, which the checkpoint itself uses.
+    Raises ConfigError for paths outside the checkpoint, for `reserved` paths, which the checkpoint
+    itself uses, and for contents that are neither text nor bytes.
     """
     outside = [path for path in files if not is_inside(path)]
     if outside:
@@ -140,9 +154,10 @@ def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) ->
 def check_configs(
     plans: Sequence[PartPlan], sidecars: Companions, request: SaveRequest
 ) -> tuple[str, ...]:
-    """Return notes, on rank 0, on the tokenizer and on models that `from_pretrained` cannot load.
+    """Check that the config of each saved model describes it; called on rank 0.
 
-    Raises CompanionError for a model that its config does not describe.
+    Returns messages for the report: about the tokenizer, and about models that `from_pretrained`
+    cannot load. Raises CompanionError for a model that its config does not describe.
     """
     is_run = request.run_state is not None
     notes = [*sidecars.notes]
