@@ -10,5 +10,5 @@
 | `samples` | the data position of asynchronous training |
 
 Nothing here sends tensors or pickles. Servers get paths and names. Begin at
-`publishing.publishing`, `writers.writer` or `samples.frontier`.
+`publishing.steps`, `writers.writer` or `samples.frontier`.
 """

@@ -1,4 +1,9 @@
-"""The files of a delta: the changed elements of a safetensors file, in pieces of a limited size."""
+"""Writes and reads the changed elements of a safetensors file, in pieces of limited size.
+
+A piece is one file of a delta: deltas/PATH/00001.safetensors and so on; see `chains`. It has the
+changes in one range of bytes of the file PATH. The head of a safetensors file is its JSON header
+with the 8 bytes of its length before it.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,16 +22,18 @@ from ft_ckpt.formats.safetensors import (
 from ft_ckpt.storage import Readable, read_range
 from ft_ckpt.storage.digests import FileRecord, RunningDigest
 
-_SLICE_BYTES = 4 << 20  # compared at once
-_PIECE_BYTES = 8 << 20  # a file of a delta ends once its changes have this size
+_SLICE_BYTES = 4 << 20  # how much is compared at a time
+_PIECE_BYTES = 8 << 20  # a piece ends as soon as its changes have this size
 _INT32_ELEMENTS = 1 << 31
 
 
 class DigestedFile:
-    """An open safetensors file that is read once, in order, and digested on the way."""
+    """An open safetensors file that is read once, in order, while its digest is computed."""
 
     def __init__(self, file: Readable, record: FileRecord) -> None:
-        self.file, self.record = file, record
+        """Read the header. Raises CorruptError if the size is not that of the record."""
+        self.file = file
+        self.record = record
         self.running = RunningDigest(record.size_bytes, record.cuts, record.ranks)
         self.head = b""
         if file.size_bytes != record.size_bytes:
@@ -34,7 +41,7 @@ class DigestedFile:
         self.header = parse_header(self._read_head, file.size_bytes)
 
     def read(self, start: int, size_bytes: int) -> bytes:
-        """Read bytes; each call goes on where the last one ended."""
+        """Read bytes. Each call must start where the last one ended."""
         content = read_range(self.file, start, size_bytes)
         self.running.update(memoryview(content))
         return content
@@ -50,6 +57,7 @@ class DigestedFile:
 
 
 def refuse_other_bytes(file: Readable, record: FileRecord, running: RunningDigest) -> None:
+    """Raise CorruptError unless the file has the size and digest of its record."""
     if file.size_bytes != record.size_bytes or running.text() != record.digest:
         raise CorruptError(
             f"{file.where}: its bytes are not those that its manifest lists; use another checkpoint"
@@ -61,9 +69,9 @@ def _in_file_order(header: SafetensorsHeader) -> list[tuple[str, HeaderEntry]]:
 
 
 def is_alike(new: SafetensorsHeader, old: SafetensorsHeader) -> bool:
-    """Check whether two files have tensors of the same names, shapes and types in one order.
+    """Check whether two files have tensors of the same names, shapes and dtypes, in one order.
 
-    The types must be supported.
+    Returns False also for dtypes that are not supported.
     """
     new_tensors = [(name, *entry[:2]) for name, entry in _in_file_order(new)]
     old_tensors = [(name, *entry[:2]) for name, entry in _in_file_order(old)]
@@ -72,9 +80,9 @@ def is_alike(new: SafetensorsHeader, old: SafetensorsHeader) -> bool:
 
 
 def changed_pieces(path: str, new: DigestedFile, old: DigestedFile) -> Iterator[bytes]:
-    """Yield the files of a delta between two files of one layout, each for a range of bytes.
+    """Yield the contents of the pieces with the changes between two files; see `is_alike`.
 
-    The range is one of the new file.
+    The pieces divide the bytes of the new file after its head. Only the heads may differ in size.
     """
     changes: dict[str, list[_Change]] = {}
     changed_bytes = 0
@@ -107,7 +115,11 @@ def changed_pieces(path: str, new: DigestedFile, old: DigestedFile) -> Iterator[
 
 @dataclass(frozen=True)
 class _Change:
-    """Changed elements of a tensor: their flat positions, ascending, and their words."""
+    """Changed elements of a tensor.
+
+    `indices` are their flat positions in ascending order. `words` are the new elements as unsigned
+    integers of the same size.
+    """
 
     indices: Any
     words: Any
@@ -115,13 +127,14 @@ class _Change:
 
 
 def _piece(path: str, changes: Mapping[str, list[_Change]], start: int, stop: int) -> bytes:
-    """Return a safetensors file of the changes in bytes [start, stop) of the file `path`."""
+    """Return the content of the piece for bytes [start, stop) of the file `path`."""
     arrays: dict[str, Any] = {}
     specs = []
     for name, slices in changes.items():
         indices = np.concatenate([change.indices for change in slices])
         words = np.concatenate([change.words for change in slices])
-        arrays[f"{name}.indices"], arrays[f"{name}.values"] = indices, words
+        arrays[f"{name}.indices"] = indices
+        arrays[f"{name}.values"] = words
         specs.append(Spec(f"{name}.indices", indices.shape, indices.dtype.name))
         specs.append(Spec(f"{name}.values", indices.shape, slices[0].dtype))
     metadata = {"format": "pt", "file": path, "start": str(start), "stop": str(stop)}
@@ -145,7 +158,7 @@ class Changes:
 
 @dataclass(eq=False)
 class DeltaPiece:
-    """One file of a delta, with the changes in bytes [start, stop) of the rebuilt file."""
+    """An open piece, with the changes in bytes [start, stop) of the rebuilt file."""
 
     file: Readable
     header: SafetensorsHeader
@@ -154,6 +167,7 @@ class DeltaPiece:
 
     @classmethod
     def of(cls, file: Readable) -> "DeltaPiece":
+        """Read the header of a piece. Raises CorruptError if the file is no piece."""
         header = parse_header(lambda start, size: read_range(file, start, size), file.size_bytes)
         try:
             return cls(file, header, int(header.metadata["start"]), int(header.metadata["stop"]))
@@ -161,9 +175,10 @@ class DeltaPiece:
             raise CorruptError(f"{file.where}: not a file of a delta") from None
 
     def load(self, tensors: Mapping[str, HeaderEntry]) -> list[Changes]:
-        """Read the changes of each tensor.
+        """Read the changes of each tensor in the piece.
 
-        Raises CorruptError for unknown tensors and for positions outside of the tensor.
+        `tensors` are those of the rebuilt file. Raises CorruptError for other tensors, and for
+        positions outside of the tensor.
         """
         content = memoryview(read_range(self.file, 0, self.file.size_bytes))
         endings = [name for name in self.header.tensors if name.endswith(".indices")]

@@ -1,6 +1,7 @@
-"""Opens the checkpoint that an entry of a chain stands for; rebuilds its files while they are read.
+"""Opens the checkpoint that an entry of a chain stands for.
 
-See `deltas` for what is stored.
+The files of a delta are rebuilt while they are read. `chains` describes what an entry has. A staged
+copy is a rebuilt checkpoint in a folder that inference servers read.
 """
 
 import threading
@@ -42,17 +43,17 @@ from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import ListedStore, Place
 
 CHECKPOINT_NAME = "checkpoint.json"
-# an empty file that `mark_staged` puts into a checkpoint
+# An empty file in each staged copy.
 STAGED_NAME = f"{PREFIX}staged"
-_MAX_LOADED_PIECES = 3  # files of a delta in memory, for each rebuilt file
-_APPLIED_ELEMENTS = 64 << 10  # changed at once
+_MAX_LOADED_PIECES = 3  # how many pieces of a delta each rebuilt file has in memory
+_APPLIED_ELEMENTS = 64 << 10  # how many elements are changed at a time
 _REPAIR = "publish an anchor (`ft-ckpt publish CHECKPOINT CHAIN --delta --anchor-every 1`)"
 
 
 def content_digest(manifest: Manifest) -> str:
-    """Compute a digest of the paths, sizes and digests of a checkpoint's files.
+    """Return a digest of the paths, sizes and digests of a checkpoint's files.
 
-    Training state is left out.
+    Files of the training state are left out.
     """
     lines = sorted(
         f"{file.digest} {file.size_bytes} {file.path}" for file in weights_manifest(manifest).files
@@ -69,11 +70,12 @@ def content_of(manifest: Manifest) -> str:
 def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint that an open entry of a chain stands for.
 
-    The files of a delta are rebuilt while they are read. Each base is read from the folder `near`
-    if that has its content under its name, else from the chain. File digests are not compared here,
-    only the content digests that link the entries. Raises CorruptError, also in place of an error
-    of the block, naming each entry that is missing, damaged, or not the base that its delta was
-    computed from.
+    The files of a delta are rebuilt while they are read. A base is read from the folder `near` if
+    that has a checkpoint with its name and content, and from the chain otherwise. Only the content
+    digests that link the entries are compared here, and not the digests of files.
+
+    Raises CorruptError naming each entry that is missing, damaged, or not the base from which its
+    delta was computed. CorruptError and ManifestError of the block are raised as such an error.
     """
     entries = [entry]
     with ExitStack() as stack:
@@ -97,9 +99,10 @@ def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[Ope
 def _whole_store(
     entries: list[OpenCheckpoint], manifest: Manifest, near: Store | None, stack: ExitStack
 ) -> Store:
-    """Return the files of the checkpoint that the last of `entries` stands for.
+    """Return the store with the files of the checkpoint that the last of `entries` stands for.
 
-    The bases of that entry are appended to `entries`.
+    The function opens the bases of that entry, and appends them to `entries`. `manifest` is that of
+    the checkpoint.
     """
     entry = entries[-1]
     copy = _place_near(near, entry.place.basename, content_digest(manifest))
@@ -117,16 +120,17 @@ def _whole_store(
         raise CorruptError(
             f"{entry.location}: based on {base}, which is not in the chain"
         ) from error
-    before = _manifest_of(entries[-1], entry.manifest.delta["base_content"])
-    return _RebuiltStore.of(entry, manifest, _whole_store(entries, before, near, stack))
+    base_manifest = _manifest_of(entries[-1], entry.manifest.delta["base_content"])
+    base_store = _whole_store(entries, base_manifest, near, stack)
+    return _RebuiltStore.of(entry, manifest, base_store)
 
 
 def fetch_whole(
     entry: OpenCheckpoint, near: Store | None, copy: Callable[[OpenCheckpoint], CopyReport]
 ) -> CopyReport:
-    """Call `copy` with the checkpoint that an open delta stands for, see `open_whole`.
+    """Call `copy` with the checkpoint that an open delta stands for; see `open_whole`.
 
-    A damaged base in `near` is not used.
+    If a base in `near` is damaged, `copy` is called once more with the bases in the chain.
     """
     if near is not None:
         with suppress(CorruptError), open_whole(entry, near) as whole:
@@ -136,15 +140,12 @@ def fetch_whole(
 
 
 def is_staged(folder: Path) -> bool:
-    """Check whether the checkpoint in `folder` is a copy for servers, and not that of a run."""
+    """Check whether the checkpoint in `folder` is a staged copy, and not saved by a run."""
     return LocalStore(folder).stat(STAGED_NAME) is not None
 
 
 def mark_staged(folder: Path) -> None:
-    """Record that the checkpoint in `folder` is a copy for servers.
-
-    Such a copy may be replaced and deleted.
-    """
+    """Record that the checkpoint in `folder` is a staged copy, which may be deleted."""
     LocalStore(folder).write(STAGED_NAME, b"")
 
 
@@ -170,7 +171,7 @@ def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
 def _manifest_of(entry: OpenCheckpoint, expected: str = "") -> Manifest:
     """Return the manifest of the checkpoint that an entry stands for.
 
-    Raises CorruptError for another content digest.
+    Raises CorruptError if its content digest is not `expected`, or not that of the delta.
     """
     manifest = entry.manifest
     if manifest.delta:
@@ -185,7 +186,10 @@ def _manifest_of(entry: OpenCheckpoint, expected: str = "") -> Manifest:
 
 
 def _place_near(near: Store | None, name: str, content: str) -> Place | None:
-    """Return the checkpoint `name` in the folder `near`, if it has this content."""
+    """Return the place of the checkpoint `name` in `near`, or None if it has other content.
+
+    `content` is the expected content digest.
+    """
     if near is None:
         return None
     place = Place(near.within(name))
@@ -198,7 +202,13 @@ def _place_near(near: Store | None, name: str, content: str) -> Place | None:
 
 @dataclass(frozen=True)
 class _RebuiltStore(ListedStore):
-    """The files of the checkpoint that a delta stands for."""
+    """The files of the checkpoint that a delta stands for.
+
+    Attributes:
+        delta: The files of the delta.
+        base: The files of the checkpoint that its base stands for.
+        files: The records of the files of the delta, by path.
+    """
 
     delta: Store | None = None
     base: Store | None = None
@@ -295,11 +305,13 @@ class _RebuiltFile:
         self.stack.close()
 
     def _changes(self, number: int) -> list[Changes]:
-        with self._lock:  # one thread loads a piece, others wait for it
+        """Return the changes in a piece, which are loaded or in memory."""
+        with self._lock:  # one thread loads a piece, and others wait for it
             changes = self._loaded.pop(number, None)
             if changes is None:
                 changes = self.pieces[number].load(self.tensors)
-            self._loaded[number] = changes  # the newest of them
+            # The piece is inserted again, so that the first one is the least recently used.
+            self._loaded[number] = changes
             if len(self._loaded) > _MAX_LOADED_PIECES:
                 oldest = next(iter(self._loaded))
                 del self._loaded[oldest]
@@ -309,18 +321,24 @@ class _RebuiltFile:
 def _apply(changes: Changes, target: Any, start: int) -> None:
     """Write changed elements into `target`, the bytes of the rebuilt file from `start` on."""
     width = changes.rows.shape[1]
-    ahead = start - changes.start  # of the tensor's bytes, before the target
-    # the elements in the target, whole or in part
-    ends = np.array([ahead // width, -(-(ahead + len(target)) // width)])
+    # Where the target begins in the tensor, in bytes. Negative if it begins before the tensor.
+    target_start = start - changes.start
+    target_stop = target_start + len(target)
+    # The elements that are in the target, completely or in part, have the positions
+    # [first_position, stop_position).
+    first_position = target_start // width
+    stop_position = (target_stop + width - 1) // width
+    ends = np.array([first_position, stop_position])
     ends = ends.clip(0, np.iinfo(changes.positions.dtype).max).astype(changes.positions.dtype)
     low, high = np.searchsorted(changes.positions, ends)
     for first in range(low, high, _APPLIED_ELEMENTS):
         part = slice(first, min(first + _APPLIED_ELEMENTS, high))
-        offsets = changes.positions[part].astype(np.int64) * width - ahead
-        for byte in range(width):  # an element may cross an end of the target
-            places = offsets + byte
-            inside = (places >= 0) & (places < len(target))
-            target[places[inside]] = changes.rows[part, byte][inside]
+        offsets = changes.positions[part].astype(np.int64) * width - target_start
+        for byte in range(width):
+            # Bytes are copied one by one, because an element may cross an end of the target.
+            byte_offsets = offsets + byte
+            is_inside = (byte_offsets >= 0) & (byte_offsets < len(target))
+            target[byte_offsets[is_inside]] = changes.rows[part, byte][is_inside]
 
 
 def _head_of(file: Readable) -> bytes:

@@ -124,8 +124,8 @@ class Client:
         try:
             with closing(self._connection()) as connection:
                 connection.connect()
-                # The time limit of a socket starts anew with each byte, so a timer ends the
-                # connection at the deadline.
+                # Each byte restarts the time limit of a socket, so a timer ends the connection at
+                # the deadline.
                 seconds_left = max(0.0, deadline - time.monotonic())
                 timer = threading.Timer(seconds_left, _cut, [connection.sock])
                 timer.daemon = True

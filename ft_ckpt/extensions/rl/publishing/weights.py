@@ -128,7 +128,8 @@ def _prepare(update: Update, weights: Weights) -> None:
         update.paused_at = time.monotonic()
         resume(update)
         update.paused_seconds = 0.0
-        # A version without digests proves only the name that the caller gave, if it is given.
+        # A version that the caller gave does not prove which weights the server holds. Other
+        # versions do, because they have the digest of the manifest.
         is_different = difference(update, weights) is not None
         is_compared = update.checked != VERSION_ONLY and not update.is_partly_compared
         has_digest_in_version = weights.options.version is None

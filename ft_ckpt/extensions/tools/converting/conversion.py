@@ -159,8 +159,8 @@ def write_converted(
 def open_source(place: Place) -> TensorFile:
     """Open the tensors at `place` in any format.
 
-    Reads copy bytes instead of mapping them, so that a file that is truncated meanwhile raises an
-    error.
+    Reads copy bytes instead of mapping them, so that a read raises an error if the file was
+    truncated.
     """
     with damaged_input(place):
         if place.is_object:
