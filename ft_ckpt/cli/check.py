@@ -1,4 +1,9 @@
-"""`ft-ckpt check-resume`: compares a run without a stop with a run that was stopped and resumed."""
+"""`ft-ckpt check-resume SCRIPT`: tests whether a training script resumes exactly.
+
+The script is started three times. The first run goes through without a stop. The second stops after
+some steps, and the third resumes from there. The batches, the metrics and the final tensors of the
+first run are compared with those of the other two, which together are the resumed run.
+"""
 
 import os
 import shlex
@@ -21,21 +26,27 @@ from ft_ckpt.storage.places import Place, open_place, spool_file
 if TYPE_CHECKING:
     from ft_ckpt.formats.files import JoinedFile
 
-_TAIL_LINES = 30  # of the output of a script that failed
+# how many of the last lines of output are shown if the script fails
+_TAIL_LINES = 30
 
 
 @dataclass(frozen=True)
 class MetricRow:
     """One metric of one step in both runs.
 
-    Values are `float.hex` text; None if a run lacks the metric.
+    Attributes:
+        step: The number of the step.
+        metric: The name of the metric; None if the step has no metrics.
+        through: The value in the run without a stop, as `float.hex` text; None if it is missing.
+        resumed: The value in the resumed run, in the same form.
+        batches: Whether both runs read the same batches; None if no digests were recorded.
     """
 
     step: int
     metric: str | None
     through: str | None
     resumed: str | None
-    batches: bool | None  # whether the digests of the batches agree; None if they were not recorded
+    batches: bool | None
 
     @property
     def is_equal(self) -> bool:
@@ -44,9 +55,13 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class Finding:
-    """The comparison of two runs: metrics step by step, and `tensors` at the end.
+    """The result of comparing both runs.
 
-    The tensors are those of weights and training state.
+    Attributes:
+        stop: The step after which the second run stopped.
+        rows: The metrics, step by step.
+        tensors: The number of tensors of weights and training state at the end.
+        different: The names of the tensors that differ at the end.
     """
 
     stop: int
@@ -124,31 +139,31 @@ def _check_resume(options: Namespace) -> int:
 
 
 def rehearse_script(command: Sequence[str], folder: Path, steps: int, stop: int) -> Finding:
-    """Run `command` three times: for `steps`, up to `stop`, and resumed from there.
+    """Run `command` three times and compare the runs: without a stop, up to `stop`, and resumed.
 
-    Checkpoints go to `folder`.
+    The first and the third run end after `steps` steps. Checkpoints go to `folder`.
 
     Raises CheckpointError if the script fails, ends too soon, makes no saver or never calls its
     `step`, and LoadError if it does not resume.
     """
-    whole = Rehearsal(str(folder / "through"), str(folder / "through.jsonl"), steps)
-    through = _run_script(command, whole, f"{steps} steps without a stop")
-    first_part = Rehearsal(str(folder / "resumed"), str(folder / "before.jsonl"), steps, stop=stop)
-    before = _run_script(command, first_part, f"a stop after step {stop}")
-    stopped = before[-1].number
-    second_part = replace(first_part, record=str(folder / "after.jsonl"), stop=None)
-    after = _run_script(command, second_part, f"resumed at step {stopped}")
-    if after[0].number <= stopped:
+    through_run = Rehearsal(str(folder / "through"), str(folder / "through.jsonl"), steps)
+    through_steps = _run_script(command, through_run, f"{steps} steps without a stop")
+    before_stop = Rehearsal(str(folder / "resumed"), str(folder / "before.jsonl"), steps, stop=stop)
+    steps_before = _run_script(command, before_stop, f"a stop after step {stop}")
+    stopped_at = steps_before[-1].number
+    after_stop = replace(before_stop, record=str(folder / "after.jsonl"), stop=None)
+    steps_after = _run_script(command, after_stop, f"resumed at step {stopped_at}")
+    if steps_after[0].number <= stopped_at:
         raise LoadError(
-            f"{_script_name(command)}: started again it began with step {after[0].number}, though "
-            f"there was a checkpoint of step {stopped}: call saver.resume() before the loop, with "
-            "no path and no step of your own"
+            f"{_script_name(command)}: started again it began with step {steps_after[0].number}, "
+            f"though there was a checkpoint of step {stopped_at}: call saver.resume() before the "
+            "loop, with no path and no step of your own"
         )
-    through_end = Place(LocalStore(Path(whole.directory)), END)
-    resumed_end = Place(LocalStore(Path(second_part.directory)), END)
-    tensors, different = _compare_ends(through_end, resumed_end)
-    rows = tuple(_compare_steps(through, [*before, *after]))
-    return Finding(stopped, rows, tensors, tuple(different))
+    through_end = Place(LocalStore(Path(through_run.directory)), END)
+    resumed_end = Place(LocalStore(Path(after_stop.directory)), END)
+    tensor_count, different = _compare_ends(through_end, resumed_end)
+    rows = tuple(_compare_steps(through_steps, [*steps_before, *steps_after]))
+    return Finding(stopped_at, rows, tensor_count, tuple(different))
 
 
 def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
@@ -170,9 +185,14 @@ def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> lis
     return [sys.executable, *torchrun, *words]
 
 
-def _run_script(command: Sequence[str], rehearsal: Rehearsal, what: str) -> list[Step]:
-    print_lines(f"ft-ckpt: {what} ...", file=sys.stderr)
-    last = rehearsal.steps if rehearsal.stop is None else rehearsal.stop
+def _run_script(command: Sequence[str], rehearsal: Rehearsal, purpose: str) -> list[Step]:
+    """Run the script, and return the steps that it recorded.
+
+    `purpose` says in messages what the run is for. Raises CheckpointError with advice if the script
+    fails, makes no saver, calls no step, or ends too soon. Its last output is printed then.
+    """
+    print_lines(f"ft-ckpt: {purpose} ...", file=sys.stderr)
+    last_step = rehearsal.steps if rehearsal.stop is None else rehearsal.stop
     code, tail = _run_process(command, rehearsal)
     steps = read_steps(Path(rehearsal.record))
     if code:
@@ -184,24 +204,24 @@ def _run_script(command: Sequence[str], rehearsal: Rehearsal, what: str) -> list
         )
     elif not steps:
         problem = "never called saver.step(): call it after each batch, with metrics={'loss': loss}"
-    elif steps[-1].number < last:
+    elif steps[-1].number < last_step:
         problem = (
-            f"ended after step {steps[-1].number}, {last} are needed: let it run longer, or "
+            f"ended after step {steps[-1].number}, {last_step} are needed: let it run longer, or "
             "give fewer --steps"
         )
     else:
         return steps
     shown = (f"  {line}" for line in tail.splitlines())
-    print_lines(f"{what}; the end of the script's output:", *shown, file=sys.stderr)
+    print_lines(f"{purpose}; the end of the script's output:", *shown, file=sys.stderr)
     raise CheckpointError(f"{_script_name(command)}: {problem}")
 
 
 def _run_process(command: Sequence[str], rehearsal: Rehearsal) -> tuple[int, str]:
-    """Run `command`; return its exit code, and the last lines of its output."""
+    """Run `command`, and return its exit code and the last lines of its output."""
     environment = {**os.environ, VARIABLE: rehearsal.to_json()}
     with spool_file() as log:
         try:
-            done = subprocess.run(  # noqa: S603 - the command is the user's own
+            process = subprocess.run(  # noqa: S603 - the command is the user's own
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
             )
         except OSError as error:
@@ -210,7 +230,7 @@ def _run_process(command: Sequence[str], rehearsal: Rehearsal) -> tuple[int, str
             ) from error
         log.seek(0)
         lines = log.read().decode(errors="replace").splitlines(keepends=True)
-        return done.returncode, "".join(lines[-_TAIL_LINES:])
+        return process.returncode, "".join(lines[-_TAIL_LINES:])
 
 
 def _script_name(command: Sequence[str]) -> str:
@@ -218,42 +238,46 @@ def _script_name(command: Sequence[str]) -> str:
 
 
 def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator[MetricRow]:
+    """Yield a row for each metric of each step; a step without metrics has one row."""
     through_steps = {step.number: step for step in through}
     resumed_steps = {step.number: step for step in resumed}
     for number in sorted(through_steps.keys() | resumed_steps.keys()):
         no_step = Step(number, {}, None)
-        first = through_steps.get(number, no_step)
-        second = resumed_steps.get(number, no_step)
+        through_step = through_steps.get(number, no_step)
+        resumed_step = resumed_steps.get(number, no_step)
         is_in_both = number in through_steps and number in resumed_steps
-        are_alike: bool | None = is_in_both and first.batches == second.batches
-        if is_in_both and first.batches is None and second.batches is None:
-            are_alike = None  # the digests were not recorded
-        for name in dict.fromkeys([*first.metrics, *second.metrics]) or [None]:
-            through_value = first.metrics.get(name or "")
-            resumed_value = second.metrics.get(name or "")
-            yield MetricRow(number, name, through_value, resumed_value, are_alike)
+        same_batches: bool | None = is_in_both and through_step.batches == resumed_step.batches
+        if is_in_both and through_step.batches is None and resumed_step.batches is None:
+            same_batches = None  # neither run recorded digests
+        names: list[str | None] = list(
+            dict.fromkeys([*through_step.metrics, *resumed_step.metrics])
+        )
+        for name in names or [None]:
+            through_value = through_step.metrics.get(name or "")
+            resumed_value = resumed_step.metrics.get(name or "")
+            yield MetricRow(number, name, through_value, resumed_value, same_batches)
 
 
 def _compare_ends(through: Place, resumed: Place) -> tuple[int, list[str]]:
     """Return the number of tensors at the end, and the names of those that differ.
 
-    State of single ranks is not compared.
+    State that belongs to one rank, such as that of its random generators, is not compared.
     """
     from ft_ckpt.extensions.tools import compare_files
 
-    with _open_joined(through) as first, _open_joined(resumed) as second:
-        differences = compare_files(first, second)
-    shared = [difference for difference in differences if not _is_of_rank(difference.name)]
-    return len(shared), [difference.name for difference in shared if difference.changed]
-
-
-def _is_of_rank(name: str) -> bool:
-    return name.startswith("state/rank-")
+    with _open_joined(through) as through_file, _open_joined(resumed) as resumed_file:
+        differences = compare_files(through_file, resumed_file)
+    compared = [tensor for tensor in differences if not tensor.name.startswith("state/rank-")]
+    return len(compared), [tensor.name for tensor in compared if tensor.changed]
 
 
 @contextmanager
 def _open_joined(place: Place) -> "Iterator[JoinedFile]":
-    """Open the tensors of all parts of a checkpoint."""
+    """Open all tensors of a checkpoint as one file.
+
+    A part is one model of a checkpoint, or its training state. The name of each tensor begins with
+    the folder of its part, for example "state/".
+    """
     from ft_ckpt.checkpoint import open_checkpoint
     from ft_ckpt.formats import open_tensor_file
     from ft_ckpt.formats.files import JoinedFile
@@ -305,10 +329,10 @@ def _exact_number(exact: str | None) -> str:
 def _verdict_text(finding: Finding) -> str:
     if finding.is_equal:
         has_metrics = any(row.metric for row in finding.rows)
-        note = "" if has_metrics else "; no metrics were given to saver.step()"
+        addition = "" if has_metrics else "; no metrics were given to saver.step()"
         return (
             f"the same, to the bit, with {finding.tensors} tensors of weights and training state "
-            f"at the end{note}"
+            f"at the end{addition}"
         )
     ends = f"{len(finding.different)} of {finding.tensors} tensors differ at the end"
     first = finding.first_difference

@@ -1,9 +1,12 @@
-"""The command `diff`."""
+"""`ft-ckpt diff A B`: compares the tensors of two checkpoints, model folders or weight files.
+
+Below, a pair is always A and B. A difference of the library calls their specs `before` and `after`.
+"""
 
 import math
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from ft_ckpt.extensions.tools import Difference
 
 
-_HEADS = ("changed", "largest", "mean", "relative")
+_NUMBER_HEADS = ("largest", "mean", "relative")
 
 
 def add_diff(parser: ArgumentParser) -> None:
@@ -23,8 +26,8 @@ def add_diff(parser: ArgumentParser) -> None:
         "Compare the tensors of A and B: which changed, by how much, in which layers. Settings "
         "that affect the output are compared, too. The exit code is 1 if they differ."
     )
-    parser.add_argument("one", metavar="A", help="Checkpoint, model folder or weight file.")
-    parser.add_argument("other", metavar="B", help="The one to compare it with.")
+    parser.add_argument("path_a", metavar="A", help="Checkpoint, model folder or weight file.")
+    parser.add_argument("path_b", metavar="B", help="The one to compare it with.")
     parser.add_argument(
         "--top",
         type=bounded(int, 0),
@@ -42,66 +45,71 @@ def _diff(options: Namespace) -> int:
     from ft_ckpt.extensions.tools.converting import open_source
 
     with ExitStack() as stack:
-        sources = [open_place(path) for path in (options.one, options.other)]
-        places = [stack.enter_context(hold_open(source)) for source in sources]
-        opened = [stack.enter_context(closing(open_source(place))) for place in places]
-        tensors, settings = compare_files(*opened), compare_settings(*opened)
+        places = [open_place(path) for path in (options.path_a, options.path_b)]
+        held_places = [stack.enter_context(hold_open(place)) for place in places]
+        file_a, file_b = (stack.enter_context(closing(open_source(place))) for place in held_places)
+        tensors = compare_files(file_a, file_b)
+        settings = compare_settings(file_a, file_b)
     layers = by_layer(tensors)
-    max_rows = options.top or None
+    max_rows = options.top or None  # 0 lists all
     counts = Counter(tensor.status for tensor in tensors)
     if options.as_json:
         document = {
-            "a": options.one,
-            "b": options.other,
+            "a": options.path_a,
+            "b": options.path_b,
             "counts": counts,
             "tensors": [_difference_json(tensor) for tensor in tensors[:max_rows]],
             "layers": [_difference_json(layer) for layer in layers[:max_rows]],
-            "settings": [{"name": name, "a": old, "b": new} for name, old, new in settings],
+            "settings": [
+                {"name": name, "a": value_a, "b": value_b} for name, value_a, value_b in settings
+            ],
         }
         output.print_json(document)
     else:
         totals = ", ".join(f"{count} {status}" for status, count in counts.items())
-        print_lines(f"{options.one} -> {options.other}: {totals or 'no tensors'}")
-        for name, old, new in settings:
-            print_lines(f"{name}: {old} -> {new}")
-        _print_differences(("layer", "tensors", *_HEADS[1:]), layers, max_rows)
-        _print_differences(("tensor", *_HEADS), tensors, max_rows)
-    differ = bool(settings) or any(tensor.changed for tensor in tensors)
-    return 1 if differ else 0
+        print_lines(f"{options.path_a} -> {options.path_b}: {totals or 'no tensors'}")
+        for name, value_a, value_b in settings:
+            print_lines(f"{name}: {value_a} -> {value_b}")
+        layer_rows = [_layer_row(layer) for layer in layers if layer.changed]
+        _print_first_rows(("layer", "tensors", *_NUMBER_HEADS), layer_rows, max_rows)
+        tensor_rows = [_tensor_row(tensor) for tensor in tensors if tensor.changed]
+        _print_first_rows(("tensor", "changed", *_NUMBER_HEADS), tensor_rows, max_rows)
+    are_different = bool(settings) or any(tensor.changed for tensor in tensors)
+    return 1 if are_different else 0
 
 
-def _print_differences(
-    heads: tuple[str, ...], differences: Sequence["Difference"], max_rows: int | None
+def _print_first_rows(
+    heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], max_rows: int | None
 ) -> None:
-    unequal = [difference for difference in differences if difference.changed]
-    if not unequal:
+    """Print a table of the first `max_rows` rows, and how many more there are."""
+    if not rows:
         return
+    shown_rows = rows[:max_rows]
     print_lines()
-    shown = unequal[:max_rows]
-    rows = []
-    for difference in shown:
-        words = " ".join(_change_words(difference))
-        rows.append((difference.name, words, *_change_figures(difference)))
-    output.print_table(heads, rows)
-    if len(unequal) > len(shown):
-        print_lines(f"and {len(unequal) - len(shown)} more; see --top")
+    output.print_table(heads, shown_rows)
+    if len(rows) > len(shown_rows):
+        print_lines(f"and {len(rows) - len(shown_rows)} more; see --top")
 
 
-def _change_words(difference: "Difference") -> Iterator[str]:
-    """Yield a layer's number of changed tensors, or a tensor's status, shapes and dtypes."""
-    sides = [spec for spec in (difference.before, difference.after) if spec is not None]
-    if not sides:
-        yield f"{difference.changed} of {difference.tensors}"
-        return
-    if difference.status != "changed":
-        yield difference.status
-    yield " -> ".join(dict.fromkeys(output.human_shape(spec.shape) for spec in sides))
-    yield " -> ".join(dict.fromkeys(spec.dtype for spec in sides))
+def _layer_row(layer: "Difference") -> tuple[str, ...]:
+    return layer.name, f"{layer.changed} of {layer.tensors}", *_number_cells(layer)
 
 
-def _change_figures(difference: "Difference") -> tuple[str, str, str]:
+def _tensor_row(tensor: "Difference") -> tuple[str, ...]:
+    """Return a tensor's cells; the second one is such as "shape 2x3 -> 2x4 float32"."""
+    specs = [spec for spec in (tensor.before, tensor.after) if spec is not None]
+    shapes = dict.fromkeys(output.human_shape(spec.shape) for spec in specs)
+    dtypes = dict.fromkeys(spec.dtype for spec in specs)
+    words = [" -> ".join(shapes), " -> ".join(dtypes)]
+    if tensor.status != "changed":
+        words.insert(0, tensor.status)
+    return tensor.name, " ".join(words), *_number_cells(tensor)
+
+
+def _number_cells(difference: "Difference") -> tuple[str, str, str]:
+    """Return the cells below `_NUMBER_HEADS`; they are empty if no elements could be compared."""
     sums = difference.sums
-    if not sums.elements:  # none were comparable
+    if not sums.elements:
         return "", "", ""
     largest = f"{sums.largest:.3g}"
     if sums.unbounded:
@@ -113,22 +121,23 @@ def _change_figures(difference: "Difference") -> tuple[str, str, str]:
 
 
 def _difference_json(difference: "Difference") -> dict[str, Any]:
-    sides: dict[str, Any] = {}
+    """Return a tensor's or a layer's difference for the JSON output; unknown numbers are None."""
+    specs: dict[str, Any] = {}
     for side, spec in (("a", difference.before), ("b", difference.after)):
         if spec is not None:
-            sides[side] = {"shape": list(spec.shape), "dtype": spec.dtype}
-    if not sides:
-        sides = {"tensors": difference.tensors, "changed": difference.changed}
-    figures: dict[str, float | None] = {"largest": None, "mean": None, "relative": None}
+            specs[side] = {"shape": list(spec.shape), "dtype": spec.dtype}
+    if not specs:  # a layer has no spec
+        specs = {"tensors": difference.tensors, "changed": difference.changed}
+    numbers: dict[str, float | None] = {"largest": None, "mean": None, "relative": None}
     if difference.sums.elements:
-        figures["largest"] = difference.sums.largest
-        figures["mean"] = difference.mean
+        numbers["largest"] = difference.sums.largest
+        numbers["mean"] = difference.mean
         if math.isfinite(difference.relative):
-            figures["relative"] = difference.relative
+            numbers["relative"] = difference.relative
     return {
         "name": difference.name,
         "status": difference.status,
-        **sides,
-        **figures,
+        **specs,
+        **numbers,
         "not_finite": difference.sums.unbounded,
     }

@@ -1,4 +1,4 @@
-"""`ft-ckpt plan`: time, disk space and lost work of different save intervals, as a table."""
+"""`ft-ckpt plan`: prints how much time and disk space different save intervals cost, as a table."""
 
 import math
 import os
@@ -21,17 +21,30 @@ from ft_ckpt.values import human_size, parse_size
 
 _SAMPLE_BYTES = 256 << 20
 _CHUNK_BYTES = 8 << 20
-_SPREAD = 12  # the table covers the optimum divided by this up to the optimum times this
-_ROUND = (1, 2, 5)
+# the table goes from the optimum divided by this number to the optimum times this number
+_SPREAD = 12
+# the first digits of the intervals in the table besides the optimum, as in 20, 50 and 100 steps
+_ROUND_DIGITS = (1, 2, 5)
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The planned run; `size_bytes` is None when only the save time is known."""
+    """The run to plan for.
+
+    Attributes:
+        step_seconds: The duration of a training step.
+        save_seconds: The time that a save delays training.
+        mtbf_seconds: The mean time between failures of any node of the run.
+        restart_seconds: The time from a failure to the first step after it.
+        size_bytes: The size of a checkpoint; None if only the time of a save is known.
+        keep_last: The number of checkpoints that are kept; None for all.
+        hours: The length of the run.
+        max_overhead: The highest fraction of the time that saving should take.
+    """
 
     step_seconds: float
     save_seconds: float
-    mtbf_seconds: float  # of all nodes together
+    mtbf_seconds: float
     restart_seconds: float
     size_bytes: int | None
     keep_last: int | None
@@ -41,14 +54,25 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """One interval. Fractions are relative to the time of useful work; `disk_bytes` is the peak."""
+    """One save interval and what it costs. Fractions are relative to the time of useful work.
+
+    Attributes:
+        steps: The number of steps between two saves.
+        interval_seconds: The duration of these steps.
+        saves: The number of saves in the whole run.
+        disk_bytes: The most bytes that are on the disk at once; None if the size is unknown.
+        saving: The fraction that saves take.
+        recomputation: The fraction that repeated steps, repeated saves and restarts take.
+        total: The sum of both fractions.
+        optimum: Whether this is the best interval that `max_overhead` allows.
+    """
 
     steps: int
     interval_seconds: float
     saves: int
     disk_bytes: int | None
     saving: float
-    recomputation: float  # repeated work, repeated saves and restarts
+    recomputation: float
     total: float
     optimum: bool
 
@@ -123,12 +147,12 @@ def _plan(options: Namespace) -> None:
     folder = None if options.folder is None else open_place(options.folder)
     if folder and not folder.is_folder:
         raise NotACheckpointError(why_no_checkpoint(folder))
-    needs = {
+    given = {
         "--step-time": options.step_time,
         "--mtbf": options.mtbf,
         "--model-size, --save-time or FOLDER": options.model_size or options.save_time or folder,
     }
-    missing = [name for name, value in needs.items() if not value]
+    missing = [name for name, value in given.items() if not value]
     if missing:
         raise ConfigError(f"plan: expected {'; '.join(missing)}; see `ft-ckpt plan --help`")
     size = None
@@ -173,7 +197,7 @@ def best_steps(job: PlannedRun) -> int:
 
 
 def saving_overhead(job: PlannedRun, steps: float) -> float:
-    """Return the part of `total_overhead` that saving causes."""
+    """Return the fraction of `total_overhead` that saving causes."""
     return job.save_seconds / (steps * job.step_seconds)
 
 
@@ -187,24 +211,36 @@ def total_overhead(job: PlannedRun, steps: float) -> float:
 def interval_rows(job: PlannedRun) -> list[IntervalRow]:
     """Return the optimum, and the round numbers of steps around it."""
     best = best_steps(job)
-    shown = {best}
+    intervals = {best}
     for power in range(len(str(best * _SPREAD)) + 1):
-        for digit in _ROUND:
+        for digit in _ROUND_DIGITS:
             steps = digit * 10**power
             if best / _SPREAD <= steps <= best * _SPREAD:
-                shown.add(steps)
-    return [_interval_row(job, steps, steps == best) for steps in sorted(shown)]
+                intervals.add(steps)
+    return [_interval_row(job, steps, steps == best) for steps in sorted(intervals)]
 
 
 def _interval_row(job: PlannedRun, steps: int, optimum: bool) -> IntervalRow:
     interval = steps * job.step_seconds
     overhead = total_overhead(job, steps)
-    share = saving_overhead(job, steps)
+    saving = saving_overhead(job, steps)
     saves = int(job.hours * 3600 / (interval * (1 + overhead)))
-    # and one being written
-    stored = saves if job.keep_last is None else min(saves, job.keep_last + 1)
-    disk = None if job.size_bytes is None else stored * job.size_bytes
-    return IntervalRow(steps, interval, saves, disk, share, overhead - share, overhead, optimum)
+    max_stored = saves
+    if job.keep_last is not None:
+        max_stored = min(
+            saves, job.keep_last + 1
+        )  # the newest one is written before one is deleted
+    disk_bytes = None if job.size_bytes is None else max_stored * job.size_bytes
+    return IntervalRow(
+        steps=steps,
+        interval_seconds=interval,
+        saves=saves,
+        disk_bytes=disk_bytes,
+        saving=saving,
+        recomputation=overhead - saving,
+        total=overhead,
+        optimum=optimum,
+    )
 
 
 def _show_plan(
@@ -231,16 +267,15 @@ def _show_plan(
     rows = []
     for row in intervals:
         disk = "-" if row.disk_bytes is None else human_size(row.disk_bytes)
-        shares = map(_percent_text, (row.saving, row.recomputation, row.total))
+        percents = map(_percent_text, (row.saving, row.recomputation, row.total))
         mark = "<- optimum" if row.optimum else ""
-        rows.append(
-            (f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, mark)
-        )
+        interval = human_time(row.interval_seconds)
+        rows.append((f"{row.steps}", interval, f"{row.saves}", disk, *percents, mark))
     output.print_table(heads, rows)
 
 
 def _row_json(row: IntervalRow) -> dict[str, Any]:
-    """Return the row's fields; None in place of infinity, which JSON does not have."""
+    """Return the fields of a row; infinity becomes None, because JSON does not have it."""
     fields = asdict(row)
     for name, value in fields.items():
         if value == math.inf:
@@ -253,7 +288,7 @@ def _percent_text(fraction: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """Format a time in its largest fitting unit."""
+    """Format a duration in the largest unit of which it has two, as in "2.5 h" or "90.0 min"."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
@@ -261,7 +296,11 @@ def human_time(seconds: float) -> str:
 
 
 def _folder_bytes(folder: Place) -> int:
-    """Return the bytes of a checkpoint, of a run's newest one, or of another model's files."""
+    """Return the size of a checkpoint.
+
+    For the folder of a run this is its newest checkpoint, for another folder the files in it.
+    Raises NotACheckpointError if there are none.
+    """
     infos = discover(folder)
     if infos:
         return stored_bytes(infos[-1].store, infos[-1].manifest)
@@ -274,14 +313,15 @@ def _folder_bytes(folder: Place) -> int:
 
 
 def _measure_save(store: Store, size_bytes: int) -> float:
-    """Return the seconds to write `size_bytes` durably, extrapolated from 256 MiB at most.
+    """Return the seconds that it takes to write `size_bytes` durably.
 
-    Gathering shards is not included.
+    At most 256 MiB are written, and the time is extrapolated. The time in which a save gathers
+    shards is not included.
     """
     from ft_ckpt.storage.io import WriterPool, region_of
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))
-    chunk = os.urandom(min(sample, _CHUNK_BYTES))  # incompressible
+    chunk = os.urandom(min(sample, _CHUNK_BYTES))  # random, so that no file system compresses it
     name = f".ft_ckpt-plan-{secrets.token_hex(8)}/sample"
     start = time.perf_counter()
     try:

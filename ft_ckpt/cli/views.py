@@ -1,4 +1,4 @@
-"""Views of runs, checkpoints and reports, as several commands of `ft-ckpt` print them."""
+"""Prints runs, checkpoints and verify reports for `ls`, `show`, `latest`, `best` and `verify`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -28,9 +28,10 @@ from ft_ckpt.schema import values_of
 from ft_ckpt.storage.places import Place, location_name
 from ft_ckpt.values import human_size
 
-# a column is left out if all its cells have this value
-_ORDINARY = {"step": "-", "parts": "model", "kept": "", "valid": "yes"}
-_MIN_REASONS = 14  # characters of the column with the reasons, which is wrapped
+# a column says nothing, and is left out, if all its cells have this value
+_DEFAULT_CELLS = {"step": "-", "parts": "model", "kept": "", "valid": "yes"}
+# the column of the reasons to keep a checkpoint is wrapped, but not below this width
+_MIN_REASONS_WIDTH = 14
 
 
 def checkpoint_row(
@@ -38,8 +39,8 @@ def checkpoint_row(
 ) -> dict[str, Any]:
     """Return the row of one checkpoint, as in the JSON output.
 
-    `problems` are those of the fast verification, `kept` the reasons to keep it, `best` the metrics
-    by which it is the best of its run.
+    `report` is the result of the fast verification. `kept` has the reasons why the checkpoint
+    stays, `best` the metrics by which it is the best of its run.
     """
     manifest = info.manifest
     adapters = [adapter_name(info.store, part) for part in manifest.parts if part.kind == "adapter"]
@@ -67,12 +68,12 @@ def show_run(rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json:
         print_json(list(rows))
         return
     columns = _run_columns(rows, metrics)
-    invalid = [number for number, row in enumerate(rows) if not row["valid"]]
-    print_table(tuple(columns), zip(*columns.values(), strict=True), red=invalid)
+    invalid_rows = [number for number, row in enumerate(rows) if not row["valid"]]
+    print_table(tuple(columns), zip(*columns.values(), strict=True), red=invalid_rows)
     all_metrics = set(chain.from_iterable(row["metrics"] for row in rows))
-    hidden = [name for name in all_metrics if _metric_head(name) not in columns]
-    if hidden:
-        print_lines(f"{len(hidden)} more metrics: `ft-ckpt show`, or --metrics")
+    hidden_metrics = [name for name in all_metrics if _metric_head(name) not in columns]
+    if hidden_metrics:
+        print_lines(f"{len(hidden_metrics)} more metrics: `ft-ckpt show`, or --metrics")
     for row in rows:
         _print_problems(row["path"], row["problems"])
 
@@ -80,7 +81,7 @@ def show_run(rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json:
 def show_contents(
     contents: Contents, place: Place, rows: Sequence[dict[str, Any]], *, as_json: bool
 ) -> None:
-    """Print what is in a place that is not a run's folder, and which command describes it."""
+    """Print what is in a folder that is not a run, and which command describes it."""
     if as_json:
         print_json(list(rows))
         return
@@ -98,16 +99,18 @@ def show_contents(
 def _print_runs(rows: Iterable[dict[str, Any]]) -> None:
     cells = []
     for row in rows:
-        name, checkpoints = location_name(row["path"]), str(row["checkpoints"])
+        name = location_name(row["path"])
         age = "-" if row["created"] is None else _age_text(row["created"])
-        cells.append((name, checkpoints, or_dash(row["step"]), age, human_size(row["bytes"])))
+        size = human_size(row["bytes"])
+        cells.append((name, str(row["checkpoints"]), or_dash(row["step"]), age, size))
     print_table(("run", "checkpoints", "step", "age", "size"), cells)
 
 
 def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
-    """Return the metrics of a run by importance.
+    """Return the metrics of a run, the most important first.
 
-    First come those that the run ranks by, then the loss, then evaluations, then others.
+    The metrics by which the run ranks its checkpoints come first, then the loss, then those of
+    evaluations, then all others.
     """
     ranked: set[str] = set()
     metrics: dict[str, None] = {}  # in the order of the checkpoints
@@ -115,14 +118,14 @@ def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
         ranked.update(info.manifest.rankings)
         metrics.update(dict.fromkeys(info.metrics))
 
-    def metric_weight(name: str) -> tuple[bool, bool, bool]:
+    def sort_key(name: str) -> tuple[bool, bool, bool]:  # False comes before True
         return name not in ranked, name not in ("eval_loss", "loss"), not name.startswith("eval_")
 
-    return sorted(metrics, key=metric_weight)
+    return sorted(metrics, key=sort_key)
 
 
 def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
-    """Print only the path, for scripts; in JSON with step and time."""
+    """Print only the path, so that scripts can use it. JSON also has the step and the time."""
     if as_json:
         print_json(
             {"path": info.path, "step": info.manifest.step, "created": info.manifest.created}
@@ -132,9 +135,9 @@ def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
 
 
 def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bool) -> None:
-    """Print each verdict with `note` in one line, then its problems.
+    """Print one line for each report, which ends with `note`, then the problems and notes.
 
-    A single report is not in a list in JSON.
+    In JSON a single report is an object, and several are a list.
     """
     if as_json:
         rows = [_report_json(report) for report in reports]
@@ -145,8 +148,8 @@ def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bo
         files = count_of(report.files, "file")
         print_lines(f"{report.path}: {verdict}, {files}, {human_size(report.bytes)}{note}")
         _print_problems("", report.problems)
-        for note in report.notes:
-            print_lines(f"  note: {note}")
+        for text in report.notes:
+            print_lines(f"  note: {text}")
 
 
 def _report_json(report: VerifyReport) -> dict[str, Any]:
@@ -161,9 +164,10 @@ def _report_json(report: VerifyReport) -> dict[str, Any]:
 
 
 def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
-    """Print the class and number of parameters, metrics, and each part's tensors.
+    """Print a checkpoint: class and number of parameters, metrics, and the tensors of each part.
 
-    Tensors have name, shape, dtype, size, and file if there are several.
+    A part is one model or adapter of the checkpoint, or its training state. The file of a tensor is
+    printed if the part has several files.
     """
     manifest = info.manifest
     models = [part for part in manifest.parts if part.kind != STATE]
@@ -195,7 +199,7 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
 
 
 def _show_writers(manifest: Manifest) -> None:
-    """Print the parts that writers have handed in, if there are any."""
+    """Print what other programs have added to the checkpoint as writers, if there is anything."""
     rows = []
     for name, files in files_by_writer(manifest).items():
         size_bytes = sum(file.size_bytes for file in files)
@@ -206,7 +210,7 @@ def _show_writers(manifest: Manifest) -> None:
 
 
 def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
-    """Print one part; `facts`: about its model, if they were not printed yet."""
+    """Print one part. `facts` describe its model, and are None if they were printed before."""
     files = sorted({tensor.file for tensor in part.tensors})
     headline, details = "", []
     if facts is not None:
@@ -229,9 +233,10 @@ def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
 
 
 def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, list[str]]:
-    """Return the columns of a run's table by head, as many as fit.
+    """Return the columns of a run's table by head.
 
-    Columns without information are left out.
+    Columns without information are left out. If the table is wider than the terminal, columns are
+    left out until it fits.
     """
     columns: dict[str, list[str]] = {}
     for head in ("checkpoint", "step", "age", "size", "kind", "parts"):
@@ -241,10 +246,10 @@ def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict
     for head in ("kept", "valid"):
         columns[head] = [_column_cell(row, head) for row in rows]
     for head in list(columns):
-        if set(columns[head]) == {_ORDINARY.get(head, "")}:
+        if set(columns[head]) == {_DEFAULT_CELLS.get(head, "")}:
             del columns[head]
-    heads = [_metric_head(name) for name in metrics]
-    for head in ("parts", "age", "kept", "kind", *reversed(heads)):
+    metric_heads = [_metric_head(name) for name in metrics]
+    for head in ("parts", "age", "kept", "kind", *reversed(metric_heads)):
         if _table_width(columns) <= terminal_width():
             break
         columns.pop(head, None)
@@ -259,7 +264,8 @@ def _metric_cell(row: Mapping[str, Any], name: str) -> str:
 
 
 def _metric_head(metric: str) -> str:
-    is_taken = metric in ("checkpoint", "age", "size", "kind", *_ORDINARY)
+    """Return the head of a metric's column, which differs from those of the other columns."""
+    is_taken = metric in ("checkpoint", "age", "size", "kind", *_DEFAULT_CELLS)
     return f"metric {metric}" if is_taken else metric
 
 
@@ -287,7 +293,7 @@ def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
     for head, cells in columns.items():
         width = max(len(printable(cell)) for cell in (head, *cells))
         if head == "kept":
-            width = min(width, _MIN_REASONS)
+            width = min(width, _MIN_REASONS_WIDTH)
         total += COLUMN_GAP + width
     return total
 

@@ -1,9 +1,12 @@
-"""The base class that `checkpointed` adds, with `Trainer`'s methods for saving and resuming."""
+"""The base class that `checkpointed` puts between a trainer class and transformers' `Trainer`.
+
+It replaces the Trainer's methods for saving and resuming. Names of `Trainer` that begin with an
+underscore are overridden here, so a new release of transformers may require changes.
+"""
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from ft_ckpt.errors import CheckpointError, ConfigError, SelectionError, listing
 from ft_ckpt.integrations.trainer_files import (
     ChosenCheckpoint,
     chosen_by,
-    has_our_state,
+    has_saver_state,
     load_best_weights,
     logged_metrics,
     prune_older,
@@ -42,13 +45,15 @@ from ft_ckpt.storage.places import Place, local_path, open_place
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """The arguments of `checkpointed`."""
+    """The arguments of `checkpointed`, which describes them.
+
+    `has_state` is its argument `state`. `config` has the settings of the saver.
+    """
 
     keep: Keep | None
     allow: Iterable[str] | bool
     config: SaverConfig
     on_saved: tuple[SaveHook, ...] = ()
-    # checkpoints have training state even with the Trainer's save_only_model
     has_state: bool = False
     on_resumed: Callable[[CheckpointSaver[Any]], object] | None = None
 
@@ -56,33 +61,41 @@ class TrainerSettings:
 class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     """`Trainer` with ft_ckpt's saving and resuming.
 
-    Attributes are mangled, so that they do not clash in subclasses.
+    Names begin with two underscores or with `ft_ckpt`, so that they do not clash with the names of
+    subclasses.
     """
 
     ft_ckpt: TrainerSettings
-    ft_ckpt_calls = 0  # of _save_checkpoint
+    # How often `_save_checkpoint` of this class was called.
+    ft_ckpt_calls = 0
     __saver: CheckpointSaver[Any] | None = None
     __loader: Any = None
-    __chosen = ChosenCheckpoint()  # to resume from
-    __held = HeldState()  # besides the model, when training began
-    # path of the module whose weights are in the checkpoint's folder; None: the model
+    # The checkpoint to resume from.
+    __chosen = ChosenCheckpoint()
+    # What the trainer held besides the model and its optimizer when the training began.
+    __held = HeldState()
+    # Path of the module whose weights are saved as the model; None for the whole model.
     __attribute: str | None = None
-    __skip = 0  # finished batches of the first pass
-    # random state of the save, until the first batch is read
+    # How many batches of the first pass over the data are done already.
+    __skipped_batches = 0
+    # The random state after the resume. It is kept until the first batch is read.
     __random: GeneratorStates | None = None
-    # the Trainer's iterator over the data, and ours instead of it
+    # The Trainer's iterator over the data, and the iterator of the saver that replaces it.
     __pass: tuple[Any, Iterator[Any]] | None = None
-    __mid_step = False
-    __late = False  # a save was requested in the middle of a step
-    __collects = False  # the files that a subclass adds to a checkpoint are being collected
+    # Whether batches of a step were read, and the step has not ended.
+    __is_mid_step = False
+    # Whether a save was requested in the middle of a step. It is made when the step has ended.
+    __is_save_deferred = False
+    # Whether the files that a subclass adds to a checkpoint are being collected.
+    __is_collecting = False
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Verify the checkpoint to resume from, if any, and train."""
         request = requested_checkpoint(resume_from_checkpoint)
         directory = open_place(self.args.output_dir)
         deep = self.ft_ckpt.config.verify_resume
-        # Its files are verified again when they are opened, because they may have been replaced by
-        # then.
+        # The resume verifies the files again when it opens them, because they might have been
+        # replaced by then.
         self.__chosen = ChosenCheckpoint()
         if request:
             self.__chosen = chosen_by(self.__current_ranks(), request, directory, deep)
@@ -90,20 +103,21 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             return super().train(self.__chosen.path_for_trainer(scratch.url), *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
-        """Return the batches of a step, from ft_ckpt's iterator over the data."""
+        """Return the batches of a step, read from the saver's iterator over the data."""
         return super().get_batch_samples(self.ft_ckpt_batches(epoch_iterator), *args)
 
     def ft_ckpt_batches(self, epoch_iterator: Any) -> Any:
-        """Return ft_ckpt's iterator over the data in place of the Trainer's.
+        """Return the saver's iterator over the data, which replaces the Trainer's.
 
-        An iterator of ft_ckpt itself is returned unchanged.
+        If `epoch_iterator` is the saver's already, it is returned.
         """
         if self.__saver is None:
             return epoch_iterator
-        self.__mid_step = True
+        self.__is_mid_step = True
         if self.__pass is None or all(epoch_iterator is not iterator for iterator in self.__pass):
             self.__pass = epoch_iterator, self.__begin_pass()
-        return self.__pass[1]
+        _, batches = self.__pass
+        return batches
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,46 +133,51 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.add_callback(_StepWatch(self))
 
     def ft_ckpt_step_ended(self) -> bool:
-        """Note the end of a step; return whether a save was requested within it."""
-        is_requested = self.__late
-        self.__late = self.__mid_step = False
+        """Record the end of a step, and return whether a save was requested within it."""
+        is_requested = self.__is_save_deferred
+        self.__is_save_deferred = self.__is_mid_step = False
         return is_requested
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        counts = super()._init_training_state(max_steps, steps_per_epoch, *args, **kwargs)
-        epochs, skip = counts
-        if self.__chosen.is_ours:
+        epochs, skipped_batches = super()._init_training_state(
+            max_steps, steps_per_epoch, *args, **kwargs
+        )
+        if self.__chosen.is_of_ft_ckpt:
             self.__agree_on_best()
         if self.__chosen.state is not None and steps_per_epoch == max_steps:
-            # A stream: the Trainer does not know the length of a pass, and counts all steps as one.
+            # The data is a stream. Because the Trainer does not know the length of a pass, it
+            # counts all steps as one pass.
             epochs = self.__chosen.epoch
-            accumulated = self.args.gradient_accumulation_steps
-            steps = math.ceil(self.__chosen.batch / accumulated)
-            skip = 0 if self.args.ignore_data_skip else steps * accumulated
-        self.__skip = skip
-        return epochs, skip
+            skipped_batches = 0
+            if not self.args.ignore_data_skip:
+                batches_per_step = self.args.gradient_accumulation_steps
+                steps = math.ceil(self.__chosen.batch / batches_per_step)
+                skipped_batches = steps * batches_per_step
+        self.__skipped_batches = skipped_batches
+        return epochs, skipped_batches
 
     def _prepare_for_training(
         self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
-        path = None if self.__chosen.is_ours else resume_from_checkpoint
+        path = None if self.__chosen.is_of_ft_ckpt else resume_from_checkpoint
         prepared = super()._prepare_for_training(max_steps, train_dataloader, path)
         if self.__saver is not None:
             self.__saver.close()
         self.__loader = prepared[1]
         self.__pass = self.__random = None
-        self.__attribute = self.__rehearse_save()
+        self.__attribute = self.__check_layout()
         self.__saver = self.__make_saver(self.args.output_dir)
         self.__saver.register(
             model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler
         )
-        absent = self.__register_held(self.__saver)
-        if self.__chosen.is_ours:
+        absent = self.__register_held_state(self.__saver)
+        if self.__chosen.is_of_ft_ckpt:
             progress = self.__saver.resume(self.__chosen.path, allow=self.ft_ckpt.allow)
-            if progress.batch and not self.__skip and not self.args.ignore_data_skip:
-                # saved at the end of a pass: ends it, without a batch
+            if progress.batch and not self.__skipped_batches and not self.args.ignore_data_skip:
+                # The save was made at the end of a pass. Reading the rest, which is empty, ends
+                # that pass.
                 deque(self.__saver.remaining(self.__loader), 0)
             self.__random = capture_generators()
             self.__saver._run.note_absent(absent)
@@ -167,26 +186,26 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.ft_ckpt.on_resumed(self.__saver)
         return prepared
 
-    def __rehearse_save(self) -> str | None:
-        """Refuse now what `save_model` would refuse after the training.
+    def __check_layout(self) -> str | None:
+        """Check before the training that its models can be saved.
 
-        Returns the module that a folder is of.
-
-        Raises SelectionError naming what cannot be saved.
+        Returns the path of the module whose weights are saved as the model, or None for the whole
+        model. Collective: call it on every rank. Raises SelectionError naming what cannot be saved.
         """
-
         written, error = try_action(
             lambda: self.__collect_files(Path(self.args.output_dir, "rehearsal"))
         )
         if not isinstance(error, CheckpointError):
-            error = None  # a method of the subclass that does not work before the first step
+            # A method of a subclass may fail only because it is called before the first step.
+            error = None
         attribute = (written or AddedFiles()).attribute or self.ft_ckpt.config.attribute
         if error is None:
-            _, error = try_action(lambda: self.__refuse_unsaveable(attribute))
+            _, error = try_action(lambda: self.__check_can_be_saved(attribute))
         self.__current_ranks().agree("the layout of the checkpoints", {}, error)
         return attribute
 
-    def __refuse_unsaveable(self, attribute: str | None) -> None:
+    def __check_can_be_saved(self, attribute: str | None) -> None:
+        """Raise SelectionError if the weights cannot be saved as a model or adapter."""
         model = self.model_wrapped
         sources = ModelTensors(model).sources()
         try:
@@ -204,86 +223,95 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
                 "models without it"
             ) from error
 
-    def __register_held(self, saver: CheckpointSaver[Any]) -> dict[str, Any]:
-        """Register or watch the state that is not in the model.
+    def __register_held_state(self, saver: CheckpointSaver[Any]) -> dict[str, Any]:
+        """Register the state that the trainer holds besides its model, or watch it.
 
-        Returns the objects that the checkpoint does not have.
+        A watched model is saved only if it changes during the training. Returns the objects that
+        the checkpoint to resume from does not have. The caller registers them after the resume.
         """
         self.__held = held_state(self)
         saver.register(**self.__held.trained)
-        stored = self.__chosen.items
+        names_in_checkpoint = self.__chosen.items
         absent: dict[str, Any] = {}
         for name, value in self.__held.objects.items():
-            if self.__chosen.is_ours and name not in stored:
+            if self.__chosen.is_of_ft_ckpt and name not in names_in_checkpoint:
                 absent[name] = value
             else:
                 saver.register(**{name: value})
         for name, model in self.__held.models.items():
-            if name in stored:
+            if name in names_in_checkpoint:
                 saver.register(**{name: model})
             else:
                 saver._run.objects.watch(name, model)
         return absent
 
-    def __name_unsaved(self, saver: CheckpointSaver[Any]) -> None:
-        """Warn once of state that moves and that the checkpoints do not have.
+    def __warn_of_unsaved(self, saver: CheckpointSaver[Any]) -> None:
+        """Warn once of state that changes in training but is not in the checkpoints.
 
-        A resume reports it too.
+        A resume names it in its report, too.
         """
         run = saver._run
         names = unsaved_state(self, self.__held, {*run.objects.watched, *run.objects.registered})
-        new = [name for name in names if name not in run.unsaved]
-        run.unsaved += new
-        if new and self.is_world_process_zero():
+        new_names = [name for name in names if name not in run.unsaved]
+        run.unsaved += new_names
+        if new_names and self.is_world_process_zero():
             warn(
-                f"{listing(new, ', ')}: changes during the training and is not in the checkpoints; "
-                "a resumed run begins with it as the script makes it",
+                f"{listing(new_names, ', ')}: changes during the training and is not in the "
+                "checkpoints; a resumed run begins with it as the script makes it",
             )
 
     def __begin_pass(self) -> Iterator[Any]:
+        """Return the saver's iterator over a new pass, or over the rest of a resumed pass."""
         assert self.__saver is not None
         batches = self.__saver.remaining(self.__loader)
-        skip = 0 if self.__chosen.is_ours else self.__skip
-        self.__skip = 0
-        # callbacks or an evaluation since the resume may have drawn random numbers
+        # The saver itself skips the batches that a checkpoint of ft_ckpt counts as done.
+        skipped_batches = 0 if self.__chosen.is_of_ft_ckpt else self.__skipped_batches
+        self.__skipped_batches = 0
+        # Callbacks or an evaluation may have drawn random numbers since the resume.
         if self.__random is not None:
             restore_generators(self.__random)
             self.__random = None
-        # the Trainer's own resume restores the random state after the first batches
-        for _ in range(skip):
+        # The Trainer's own resume skips batches, and restores the random state after them.
+        for _ in range(skipped_batches):
             next(batches, None)
         return batches
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        # checkpoints of ft_ckpt are loaded later, in _prepare_for_training
-        if not self.__chosen.is_ours:
+        # Checkpoints of ft_ckpt are loaded later, in `_prepare_for_training`.
+        if not self.__chosen.is_of_ft_ckpt:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        if not self.__chosen.is_ours:
+        if not self.__chosen.is_of_ft_ckpt:
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        best, ranks = open_place(self.state.best_model_checkpoint), self.__current_ranks()
-        ours, error = try_action(lambda: ranks.is_main and has_our_state(best))
-        if not ranks.agree("the best model", {"ours": ours}, error).result["ours"]:
+        best = open_place(self.state.best_model_checkpoint)
+        ranks = self.__current_ranks()
+        has_state, error = try_action(lambda: ranks.is_main and has_saver_state(best))
+        agreed = ranks.agree("the best model", {"has_state": has_state}, error)
+        if not agreed.result["has_state"]:
             return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
         load_best_weights(self.model_wrapped, best, self.ft_ckpt.config.verify_resume, ranks)
         return None
 
     def __agree_on_best(self) -> None:
-        """Take the path of the best model from rank 0: other ranks may not see the folder."""
-        facts = {"path": self.state.best_model_checkpoint}
-        agreed = self.__current_ranks().agree("the place of the best model", facts)
-        self.state.best_model_checkpoint = agreed.result["path"]
+        """Take the path of the best model from rank 0.
+
+        Other ranks might not see the folder. Collective: call it on every rank.
+        """
+        sent = {"path": self.state.best_model_checkpoint}
+        received = self.__current_ranks().agree("the place of the best model", sent)
+        self.state.best_model_checkpoint = received.result["path"]
 
     def __current_ranks(self) -> Ranks:
         return current_ranks(self.ft_ckpt.config.enter_timeout_seconds)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        # With a limit of 1 the Trainer would delete all folders named like checkpoints here, the
-        # newest one too.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        # With a limit of 1 the Trainer would delete all folders here that are named like
+        # checkpoints, even the newest one.
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None
         try:
             return super()._finalize_training(*args, **kwargs)
         finally:
@@ -291,9 +319,11 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.ft_ckpt_calls += 1
-        # requested by a callback: the data is ahead of the weights until the step is done
-        if self.__mid_step:
-            self.__late, self.control.should_training_stop = True, False
+        if self.__is_mid_step:
+            # A callback requested the save within a step. Until the step has ended, the data is
+            # ahead of the weights, so the save is made then (see `_StepWatch`).
+            self.__is_save_deferred = True
+            self.control.should_training_stop = False
             return
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
@@ -303,24 +333,30 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if self.args.push_to_hub:
             push_checkpoint(self, target)
         if self.is_world_process_zero():
-            best_path, limit = self.state.best_model_checkpoint, self.args.save_total_limit
             run = open_place(folder)
             newest = Place(run.folder, target.name)
+            best_path = self.state.best_model_checkpoint
             best = None if best_path is None else open_place(best_path)
-            prune_older(run, newest, best, limit, self.ft_ckpt.keep)
+            prune_older(run, newest, best, self.args.save_total_limit, self.ft_ckpt.keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the weights without training state."""
-        if self.__collects:
+        if self.__is_collecting:
             super().save_model(output_dir, _internal_call=True)
             return
-        # As in Trainer: if each rank has the whole model, the main process saves, and the others do
-        # not wait.
-        is_sharded = any(map(is_distributed, self.model_wrapped.parameters()))
-        together = self.is_fsdp_enabled or self.is_deepspeed_enabled or is_sharded
-        if together or self.args.should_save:
-            with nullcontext() if together else by_itself():
-                self.__save_weights(Path(output_dir or self.args.output_dir))
+        target = Path(output_dir or self.args.output_dir)
+        is_sharded = (
+            self.is_fsdp_enabled
+            or self.is_deepspeed_enabled
+            or any(map(is_distributed, self.model_wrapped.parameters()))
+        )
+        if is_sharded:
+            self.__save_weights(target)
+        elif self.args.should_save:
+            # As in Trainer, if each rank has the whole model, the main process saves it and the
+            # others do not wait.
+            with by_itself():
+                self.__save_weights(target)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -335,7 +371,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     ) -> Any:
         """Save to the output folder and push.
 
-        Returns a PushReport, or its future unless `blocking`; None elsewhere.
+        Rank 0 returns the PushReport, or its future if `blocking` is False. Other ranks return
+        None.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
@@ -349,12 +386,14 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if not self.__collects:
+        if not self.__is_collecting:
             super()._save(output_dir, state_dict)
 
     def __save_weights(self, target: Path) -> None:
         """Save the model, or its adapters, without training state."""
-        saver = self.__saver or self.__make_saver(None)
+        saver = self.__saver
+        if saver is None:  # train() was not called
+            saver = self.__make_saver(None)
         written = self.__added_files(target)
         saver.save(
             self.model_wrapped,
@@ -367,9 +406,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def __selection(self, written: AddedFiles) -> dict[str, Any]:
-        """Return the arguments that say which weights are saved.
+        """Return the arguments of `CheckpointSaver.save` that say which weights are saved.
 
-        Adapters are saved without their base, if the base can be made again.
+        Adapters are saved without their base if the base can be loaded again from elsewhere.
         """
         sources = ModelTensors(self.model_wrapped).sources()
         attribute = written.attribute or self.ft_ckpt.config.attribute
@@ -381,8 +420,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     def __added_files(self, target: Path) -> AddedFiles:
         """Return the files that a subclass adds to `target` in its own `save_model` or `_save`.
 
-        Collective: call it on every rank. Raises SelectionError for weights in a layout of the
-        subclass's own.
+        Collective: call it on every rank. Raises SelectionError if the subclass writes weights in a
+        layout of its own.
         """
         written, error = try_action(lambda: self.__collect_files(target))
         self.__current_ranks().agree("save_model()", {}, error)
@@ -394,7 +433,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             methods += [f"{kind.__name__}.{name}" for kind in overriding(type(self), name)]
         if not methods:
             return AddedFiles()
-        self.__collects = True
+        self.__is_collecting = True
         try:
             return collect_files(
                 self.model,
@@ -403,32 +442,33 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
                 methods[0],
             )
         finally:
-            self.__collects = False
+            self.__is_collecting = False
 
     def __commit_checkpoint(self, folder: Path, target: Path) -> None:
         if self.__saver is None:
             raise ConfigError(
                 f"{target}: a checkpoint of a run that has not begun; save within train()"
             )
-        step, best = self.state.global_step, self.state.best_global_step
-        best_path = folder / f"checkpoint-{best}"
-        if best and (best == step or open_place(best_path).exists):
+        step = self.state.global_step
+        best_step = self.state.best_global_step
+        best_path = folder / f"checkpoint-{best_step}"
+        if best_step and (best_step == step or open_place(best_path).exists):
             self.state.best_model_checkpoint = str(best_path)
         self.__agree_on_best()
         written = self.__added_files(target)
-        self.__name_unsaved(self.__saver)
+        self.__warn_of_unsaved(self.__saver)
         arguments: dict[str, Any] = {
             "metrics": logged_metrics(self.state),
             "extra_files": {**written.files, TRAINER_STATE_NAME: state_text(self)},
-            # _save_checkpoint then pushes this checkpoint and deletes older ones
+            # `_save_checkpoint` pushes the committed checkpoint next, and deletes older ones.
             "background": False,
         }
         if self.args.save_only_model and not self.ft_ckpt.has_state:
             selection = self.__selection(written)
             self.__saver.save(self.model_wrapped, target, **selection, step=step, **arguments)
         else:
-            # A pass may have been interrupted within a step, whose gradients the Trainer does not
-            # keep either.
+            # The pass may have ended within a step, which leaves Accelerate in the middle of an
+            # accumulation. The Trainer drops the gradients of such a step, so the flag is reset.
             self.accelerator.gradient_state._set_sync_gradients(True)
             self.__saver.step(step=step)
             self.__saver.save_state(path=target, **arguments)
@@ -443,7 +483,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
 
 class _StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Defers a save that was requested within a step to its end, and then stops the training."""
+    """Makes a save that was requested within a step when the step ends, and stops the training."""
 
     def __init__(self, trainer: Checkpointed) -> None:
         self._trainer = trainer
@@ -457,5 +497,5 @@ class _StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers is not 
 
 
 def overriding(kind: type, method: str) -> list[type]:
-    """Return the classes between `kind` and Trainer that define `method`, in the order of calls."""
+    """Return the classes between `kind` and Trainer that define `method`, as super() calls them."""
     return defining_classes(kind, method, (Checkpointed, Trainer))

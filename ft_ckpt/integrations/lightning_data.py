@@ -1,4 +1,4 @@
-"""The training data of a Lightning run, read through the saver."""
+"""Lets Lightning read its training data through the saver, which counts the batches."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -8,24 +8,28 @@ from ft_ckpt.runs.data import DataPosition
 
 
 class FedLoader:
-    """Proxy of a training data loader that yields the batches of `place`.
+    """A data loader whose batches come from the saver.
 
-    Further attributes are those of the loader.
+    All other attributes are those of the wrapped loader.
     """
 
-    def __init__(self, loader: Any, place: DataPosition, before_batch: Callable[[], None]) -> None:
+    def __init__(
+        self, loader: Any, position: DataPosition, before_batch: Callable[[], None]
+    ) -> None:
         """Wrap `loader`.
 
-        `before_batch` is called whenever the trainer requests a batch, before it is read.
+        `position` yields the batches and counts them. `before_batch` is called whenever the trainer
+        requests a batch, before the batch is read.
         """
-        self.__dict__.update(_loader=loader, _place=place, _before_batch=before_batch)
+        # not by assignment, because `__setattr__` assigns to the loader
+        self.__dict__.update(_loader=loader, _position=position, _before_batch=before_batch)
 
     def __iter__(self) -> Iterator[Any]:
         self.end_pass()
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        batches = self._place.batches()
+        batches = self._position.batches()
         while True:
             self._before_batch()
             try:
@@ -35,10 +39,14 @@ class FedLoader:
             yield batch
 
     def end_pass(self) -> None:
-        self._place.end_pass()
+        self._position.end_pass()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {}: Lightning assumes that a loader with state can be resumed."""
+        """Return {}.
+
+        The saver stores the position. The method exists because Lightning assumes that a loader
+        with a state can be resumed.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -50,7 +58,7 @@ class FedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # absent while this object is being copied
+        if name == "_loader":  # it is missing while this object is being copied
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -59,9 +67,10 @@ class FedLoader:
 
 
 def refuse_unsized(loader: Any, limit: Any) -> None:
-    """Raise ConfigError for a loader without length or limit.
+    """Raise ConfigError for a loader that has no length, if `limit` is not a number of batches.
 
-    Lightning then reads a batch ahead to find its end.
+    To find the end of such a loader, Lightning reads a batch ahead. The position of the saver would
+    then be wrong.
     """
     try:
         len(loader)

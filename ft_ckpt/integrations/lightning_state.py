@@ -1,4 +1,8 @@
-"""The state of a Lightning run without model, optimizers and schedulers."""
+"""Saves and restores the state of a Lightning run without model, optimizers and schedulers.
+
+Lightning makes a checkpoint of its own in memory, from which this module takes the rest: the state
+of loops, callbacks, data module and precision, and values added by hooks.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,34 +11,41 @@ from torch.optim.swa_utils import AveragedModel
 
 from ft_ckpt.errors import SelectionError, listing
 
-_SAVED_BY_SAVER = ("state_dict", "optimizer_states", "lr_schedulers")  # stored by ft_ckpt itself
-# arguments of the module's constructor: any objects, not needed by a resume
+# Keys of Lightning's checkpoint that the saver stores as items of the run.
+_SAVED_BY_SAVER = ("state_dict", "optimizer_states", "lr_schedulers")
+# Part of the keys with the arguments of the module's constructor. They may be any objects, and a
+# resume does not need them.
 _ARGUMENTS = "hyper_parameters"
-# where averaging callbacks put weights and counts
-_CURRENT, _AVERAGING = "current_model_state", "averaging_state"
-_EPOCH, _BATCH = "epoch_progress", "epoch_loop.batch_progress"
+# Keys under which averaging callbacks put the weights that are not averaged, and their counts.
+_LIVE_WEIGHTS = "current_model_state"
+_AVERAGING = "averaging_state"
+# Keys in the state of the loops.
+_EPOCH_PROGRESS = "epoch_progress"
+_BATCH_PROGRESS = "epoch_loop.batch_progress"
 
 
 class LightningState:
-    """The rest of Lightning's own checkpoint, without model, optimizers and schedulers.
+    """An item of the run with the rest of Lightning's own checkpoint.
 
-    The rest is loops, callbacks, data module, precision, and values added by hooks.
+    Attributes:
+        is_over: Whether the training has ended.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.is_over = False  # training has ended
+        self.is_over = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current values.
 
-        Raises SelectionError if a hook has put tensors into state_dict that are not live.
+        Raises SelectionError if a hook has put tensors into the state dict of the model that are
+        not the model's own.
         """
         checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         weights = checkpoint["state_dict"]
-        # the average is in their place; it is an item of the run
+        # An averaging callback has put the average there, which is an item of the run by itself.
         if averaging_callbacks(self._trainer):
-            weights = checkpoint.pop(_CURRENT, weights)
+            weights = checkpoint.pop(_LIVE_WEIGHTS, weights)
             checkpoint.pop(_AVERAGING, None)
         added = _added_tensors(self._trainer.lightning_module, weights)
         if added:
@@ -53,9 +64,11 @@ class LightningState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the values by Lightning's own functions."""
-        connector, module = self._trainer._checkpoint_connector, self._trainer.lightning_module
+        connector = self._trainer._checkpoint_connector
+        module = self._trainer.lightning_module
         checkpoint = {**state, "state_dict": module.state_dict()}
-        # both are restored: it is given what it has
+        # The saver has restored the weights and the average. The callback expects both in the
+        # checkpoint, so it is given its current values.
         for callback in averaging_callbacks(self._trainer):
             callback.on_save_checkpoint(self._trainer, module, checkpoint)
         connector._loaded_checkpoint = checkpoint
@@ -71,7 +84,7 @@ class LightningState:
 
 
 def _added_tensors(module: Any, weights: Mapping[str, Any]) -> list[str]:
-    """Name the tensors in the state dict `weights` that are not the live ones of the module."""
+    """Return the names in the state dict `weights` whose tensors are not those of the module."""
     live = module.state_dict(keep_vars=True)
     # Only parameters and buffers are compared: get_extra_state returns a new object of any type
     # at each call.
@@ -94,20 +107,24 @@ def _is_averaging(callback: Any) -> bool:
     return isinstance(getattr(callback, "_average_model", None), AveragedModel)
 
 
-def _as_if_not_over(fit_loop: Mapping[str, Any], epoch_is_whole: bool) -> dict[str, Any]:
-    """Return the state of the loops for a run that may be continued with a higher limit.
+def _as_if_not_over(fit_loop: Mapping[str, Any], is_epoch_complete: bool) -> dict[str, Any]:
+    """Return the state of the loops from which a run can continue with a higher limit.
 
-    Lightning counts an epoch that a limit of steps cut short as completed, and a completed one as
-    unfinished.
+    At the end of training, Lightning counts the last epoch wrongly for this. If a limit of steps
+    has cut it short, it counts as completed. If it is complete, its batches count as unfinished.
     """
-    epoch, batch = fit_loop[_EPOCH], fit_loop[_BATCH]
-    if epoch_is_whole:
+    epoch = fit_loop[_EPOCH_PROGRESS]
+    batch = fit_loop[_BATCH_PROGRESS]
+    if is_epoch_complete:
         batch = {**batch, "current": dict.fromkeys(batch["current"], 0), "is_last_batch": False}
     else:
         epoch = {kind: _one_less(counts) for kind, counts in epoch.items()}
-    return {**fit_loop, _EPOCH: epoch, _BATCH: batch}
+    return {**fit_loop, _EPOCH_PROGRESS: epoch, _BATCH_PROGRESS: batch}
 
 
 def _one_less(counts: Mapping[str, int]) -> dict[str, int]:
-    processed, completed = counts["processed"] - 1, counts["completed"] - 1
-    return {**counts, "processed": processed, "completed": completed}
+    return {
+        **counts,
+        "processed": counts["processed"] - 1,
+        "completed": counts["completed"] - 1,
+    }

@@ -4,12 +4,14 @@
    trainer = checkpointed(SFTTrainer(model, args, train_dataset=data))  # or a trainer that exists
    trainer.train(resume_from_checkpoint=True)
 
-Programs that make the trainer themselves take a `FtCkptCallback`, which calls it.
+Some programs make the trainer themselves and take only callbacks. Pass them a `FtCkptCallback`,
+which calls `checkpointed`.
 
-Files that a subclass adds in its own `save_model` or `_save` are committed with the checkpoint;
-weights that it writes there in another layout are refused before the first step. Models that the
-trainer or a callback holds besides the trained one are restored, or named. Schedule
-(`save_strategy`), metrics, early stopping and the best model remain the Trainer's.
+Files that a subclass adds in its own `save_model` or `_save` are committed with the checkpoint. If
+it writes weights there in another layout, the training is refused before the first step. The
+trainer or a callback may hold models besides the trained one. These are restored, or reports name
+them. The Trainer still decides about the schedule (`save_strategy`), metrics, early stopping and
+the best model.
 """
 
 import sys
@@ -51,7 +53,8 @@ class TrainerArguments(TrainerSaverSettings, total=False):
     on_resumed: Callable[[CheckpointSaver[Any]], object] | None
 
 
-_REPLACED = ("_save_checkpoint", "save_model")  # overrides of these in subclasses must call super()
+# Methods that save. If a subclass overrides one, its method must call super().
+_SAVING_METHODS = ("_save_checkpoint", "save_model")
 
 
 def checkpointed(
@@ -66,17 +69,19 @@ def checkpointed(
 ) -> TrainerOrClass:
     """Make a trainer, or a class of trainers, save and resume through ft_ckpt.
 
-    For a class (`Trainer` or one built on it) a subclass is returned; a trainer gets such a class,
-    and is returned. `keep` selects the checkpoints that stay (the Trainer's best one always does);
-    a number means the newest n; None: the Trainer's `save_total_limit`, for this run's checkpoints.
-    `allow` names items that a resume may lack. With `state=True` checkpoints have training state
-    although `save_only_model=True` is set, which the Trainer requires for models that
-    `from_pretrained(distributed_config=...)` has sharded. `on_resumed` is called on every rank with
-    the saver before the first step, after a resume or at a fresh start, for example to invite
-    writers. `on_saved` and `settings` are those of `CheckpointSaver`.
+    For a class, which is `Trainer` or one built on it, a subclass is returned. The class of a
+    trainer is replaced by such a subclass, and the trainer is returned.
 
-    Raises ConfigError for invalid settings, and for anything but a trainer that does not save
-    through ft_ckpt, or a class of trainers.
+    `keep` selects the checkpoints that stay. A number n means the newest n. None means the
+    Trainer's `save_total_limit`, which counts the checkpoints of this run only. The Trainer's best
+    checkpoint always stays. `allow` names items that a resume may lack. With `state=True`
+    checkpoints have training state even if `save_only_model=True` is set. The Trainer requires that
+    argument for models that `from_pretrained(distributed_config=...)` has sharded. `on_resumed` is
+    called on every rank with the saver, before the first step of a resumed run or of a new one. It
+    can invite writers, for example. `on_saved` and `settings` are those of `CheckpointSaver`.
+
+    Raises ConfigError for invalid settings, for a trainer that saves through ft_ckpt already, and
+    for anything else that is neither a trainer nor a class of trainers.
     """
     if "every" in settings:
         raise ConfigError(
@@ -108,7 +113,7 @@ def checkpointed(
 
 
 def _take_over(trainer: Trainer, settings: TrainerSettings) -> None:
-    """Give a trainer the class that saves and resumes.
+    """Replace the class of a trainer by a subclass that saves and resumes through ft_ckpt.
 
     Raises ConfigError if its class does so already.
     """
@@ -123,35 +128,37 @@ def _take_over(trainer: Trainer, settings: TrainerSettings) -> None:
 
 
 def _checkpointed_class(kind: type[Any], settings: TrainerSettings) -> type[Any]:
-    for method in _REPLACED:
+    """Return a subclass of `kind` that saves and resumes through ft_ckpt.
+
+    The methods are looked up in this order: `_Outermost`, `kind` and its bases, `Checkpointed`,
+    `Trainer`.
+    """
+    for method in _SAVING_METHODS:
         for base in overriding(kind, method):
             if ends_chain(base, method):
-                text = (
+                warn(
                     f"{base.__name__}.{method} does not call Trainer's own: ft_ckpt does not "
                     "save its files"
                 )
-                warn(text)
-    # One base before the class, which sees whether its methods get to the other, between the class
-    # and Trainer.
     bases = (Checkpointed,) if kind is Trainer else (_Outermost, kind, Checkpointed)
     members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "ft_ckpt": settings}
     return type(kind.__name__, bases, members)
 
 
 class _Outermost:
-    """Sees the calls of the Trainer before a trainer class.
+    """Gets the Trainer's calls before the user's trainer class.
 
-    The methods of that class may not reach those of `Checkpointed`.
+    The methods of that class might not call those of `Checkpointed`, which come after them.
     """
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
-        batches = self.ft_ckpt_batches(epoch_iterator)  # type: ignore[attr-defined]  # of Checkpointed
+        batches = self.ft_ckpt_batches(epoch_iterator)  # type: ignore[attr-defined]  # a method of Checkpointed
         return super().get_batch_samples(batches, *args)  # type: ignore[misc]  # of the trainer class
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        before = self.ft_ckpt_calls  # type: ignore[attr-defined]  # of Checkpointed, which is among the bases
+        calls_before = self.ft_ckpt_calls  # type: ignore[attr-defined]  # an attribute of Checkpointed
         super()._save_checkpoint(model, trial)  # type: ignore[misc]  # of the trainer class
-        if self.ft_ckpt_calls == before:  # type: ignore[attr-defined]  # see above
+        if self.ft_ckpt_calls == calls_before:  # type: ignore[attr-defined]  # see above
             step = self.state.global_step  # type: ignore[attr-defined]  # see above
             warn(
                 f"{type(self).__name__}._save_checkpoint: step {step} was saved without Trainer's "
@@ -160,10 +167,11 @@ class _Outermost:
 
 
 class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Calls `checkpointed`, with these settings, on the trainer that another program makes with it.
+    """Makes the trainer to which it is passed save and resume through ft_ckpt.
 
-    Use the callback with programs that take callbacks only, and pass it on every rank. Raises
-    ConfigError for invalid settings.
+    It calls `checkpointed` with these settings. Use it with programs that make the trainer
+    themselves and take only callbacks, and pass it on every rank. Raises ConfigError for invalid
+    settings.
     """
 
     def __init__(self, **settings: Unpack[TrainerArguments]) -> None:
@@ -184,7 +192,8 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 def _calling_trainer(callback: TrainerCallback) -> Any:
     """Return the trainer that is being constructed with `callback`.
 
-    The trainer is not passed to the callback, so the callers' frames are searched for it.
+    transformers does not pass the trainer to the callback, so the frames of the callers are
+    searched for it. Raises ConfigError if there is none.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,6 +1,7 @@
-"""The output folder of a Trainer: how its checkpoints are chosen, loaded and pruned.
+"""Chooses, loads and prunes the checkpoints in the output folder of a Trainer.
 
-The folder may have checkpoints of ft_ckpt and the Trainer's own.
+The folder may hold checkpoints of ft_ckpt and checkpoints that the Trainer itself wrote. In error
+messages, a whole checkpoint is one that is complete and not damaged.
 """
 
 import math
@@ -55,19 +56,31 @@ _MODES = {
 
 @dataclass(frozen=True)
 class ChosenCheckpoint:
-    """The checkpoint that a Trainer resumes from, the same on every rank."""
+    """The checkpoint that a Trainer resumes from, the same on every rank.
 
-    path: str | None = None  # None: a fresh start
-    is_ours: bool = False  # whether it has a training state of ft_ckpt
-    state: str | None = None  # text of the Trainer's own state file in a checkpoint of ft_ckpt
-    items: tuple[str, ...] = ()  # names of the objects in its training state
-    epoch: int = 0  # passes over the data that a checkpoint of ft_ckpt counts as done
-    batch: int = 0  # batches done in the pass after them
+    If it is not a checkpoint of ft_ckpt, all attributes but `path` keep their defaults.
+
+    Attributes:
+        path: The path of the checkpoint; None for a fresh start.
+        is_of_ft_ckpt: Whether it has a training state of ft_ckpt.
+        state: The text of the Trainer's own state file; None if it cannot be read.
+        items: The names of the objects in the training state.
+        epoch: The number of passes over the data that are done.
+        batch: The number of batches that are done in the next pass.
+    """
+
+    path: str | None = None
+    is_of_ft_ckpt: bool = False
+    state: str | None = None
+    items: tuple[str, ...] = ()
+    epoch: int = 0
+    batch: int = 0
 
     def path_for_trainer(self, folder: str) -> str | None:
-        """Return the folder with the Trainer's own state file.
+        """Return a folder with the Trainer's own state file, which the Trainer reads on each rank.
 
-        This is the checkpoint, or `folder` if this rank does not see it.
+        This is the checkpoint. If this rank does not see the checkpoint, the file is written to
+        `folder`, and `folder` is returned.
         """
         if self.path is None or self.state is None:
             return self.path
@@ -94,8 +107,10 @@ def chosen_by(ranks: Ranks, request: str, folder: Place, deep: bool) -> ChosenCh
     intact checkpoint. Raises CorruptError, and NotACheckpointError if there is none for "must".
     """
 
-    def find_on_leader() -> dict[str, Any]:
-        place = _requested_checkpoint(request, folder, deep) if ranks.is_main else None
+    def find_on_rank_0() -> dict[str, Any]:
+        if not ranks.is_main:
+            return {}
+        place = _requested_checkpoint(request, folder, deep)
         if place is None:
             return {}
         manifest = read_manifest(place) if _has_file(place, MANIFEST_NAME) else None
@@ -105,33 +120,40 @@ def chosen_by(ranks: Ranks, request: str, folder: Place, deep: bool) -> ChosenCh
         progress = document["progress"]
         return {
             "path": str(place),
-            "is_ours": True,
+            "is_of_ft_ckpt": True,
             "state": _trainer_state(place),
             "items": sorted(document["items"]),
             "epoch": progress["epoch"],
             "batch": progress["batch"],
         }
 
-    facts, error = ranks.attempt(find_on_leader)
-    chosen = ranks.agree("train(resume_from_checkpoint=...)", facts, error).result
-    return ChosenCheckpoint(**{**chosen, "items": tuple(chosen.get("items", ()))})
+    # The ranks agree: all get what rank 0 found, and its error is raised on all.
+    found, error = ranks.attempt(find_on_rank_0)
+    fields = dict(ranks.agree("train(resume_from_checkpoint=...)", found, error).result)
+    fields["items"] = tuple(fields.get("items", ()))
+    return ChosenCheckpoint(**fields)
 
 
 def _requested_checkpoint(request: str, folder: Place, deep: bool) -> Place | None:
-    """Return the checkpoint at `request`, or for a mode the newest intact one in `folder`.
+    """Return the checkpoint at the path `request`.
 
-    Returns None for a fresh start.
+    For "auto" and "must", return the newest intact one in `folder`. If there is none for "auto",
+    return None, which means a fresh start. Raises CorruptError for a damaged one, and
+    NotACheckpointError if there is none for "must".
     """
     if request not in ("auto", "must"):
-        place = Place(LocalStore(Path(request)))  # also for a URL, which the Trainer refuses
-        # The Trainer checks a checkpoint without a manifest of ft_ckpt itself.
-        problems = _problems_of(place, deep) if _has_file(place, MANIFEST_NAME) else ()
+        # A URL becomes a local path here, which the Trainer then refuses.
+        place = Place(LocalStore(Path(request)))
+        # A checkpoint without a manifest of ft_ckpt is checked by the Trainer itself.
+        problems: tuple[str, ...] = ()
+        if _has_file(place, MANIFEST_NAME):
+            problems = _problems_of(place, deep)
         if problems:
             advice = "resume_from_checkpoint=True takes the newest whole one"
             raise CorruptError(f"{place}: {listing(problems)}; {advice}")
         return place
-    recover_all(folder)  # leftovers of killed saves
-    newest = _newest_whole(folder, deep)
+    recover_all(folder)  # deletes or restores what killed saves have left
+    newest = _newest_intact(folder, deep)
     if newest is None and request == "must":
         raise NotACheckpointError(
             f"{folder}: no whole checkpoint in it; resume_from_checkpoint=True begins afresh"
@@ -141,7 +163,7 @@ def _requested_checkpoint(request: str, folder: Place, deep: bool) -> Place | No
     return newest
 
 
-def _newest_whole(folder: Place, deep: bool) -> Place | None:
+def _newest_intact(folder: Place, deep: bool) -> Place | None:
     """Return the intact checkpoint in `folder` with the highest step, of ft_ckpt or the Trainer.
 
     Returns None if there is no checkpoint. Raises CorruptError if there are checkpoints of ft_ckpt,
@@ -155,7 +177,8 @@ def _newest_whole(folder: Place, deep: bool) -> Place | None:
     committed: list[str] = []
     for _, name in sorted(names_by_step, reverse=True):
         place = Place(folder.folder, name)
-        problems = _problems_of(place, deep)  # UnreadableError passes: no older one is taken then
+        # An UnreadableError ends the search, because this checkpoint may be intact.
+        problems = _problems_of(place, deep)
         if not problems:
             return place
         warn(f"{place}: not whole, trying an older one: {listing(problems)}")
@@ -170,12 +193,16 @@ def _newest_whole(folder: Place, deep: bool) -> Place | None:
 
 
 def _problems_of(place: Place, deep: bool) -> tuple[str, ...]:
+    """Return why a checkpoint is not intact; nothing if it is.
+
+    Raises UnreadableError if it cannot be read now.
+    """
     try:
         if _has_file(place, MANIFEST_NAME):
             return damage_of(place, deep=deep)
         if _has_file(place, TOMBSTONE):
             return ("it is being deleted",)
-        # the Trainer writes this file last
+        # The Trainer writes this file last, so a checkpoint that has it is complete.
         TrainerState.load_from_json(place.folder.where(TRAINER_STATE_NAME))
     except UnreadableError:
         raise
@@ -184,7 +211,8 @@ def _problems_of(place: Place, deep: bool) -> tuple[str, ...]:
     return ()
 
 
-def has_our_state(place: Place) -> bool:
+def has_saver_state(place: Place) -> bool:
+    """Check whether a checkpoint has a training state of ft_ckpt."""
     return _has_file(place, MANIFEST_NAME) and has_training_state(read_manifest(place))
 
 
@@ -196,7 +224,7 @@ def load_best_weights(model: nn.Module, best: Place, deep: bool, ranks: Ranks) -
     the weights do not fit.
     """
     with ExitStack() as stack:
-        # all ranks have loaded before the stack deletes the copies on other nodes
+        # `run` waits for all ranks, so all have loaded before the stack deletes the copies.
         ranks.run("load_best_model_at_end", partial(_load_best, model, best, deep, ranks, stack))
 
 
@@ -209,7 +237,8 @@ def _load_best(model: nn.Module, best: Place, deep: bool, ranks: Ranks, stack: E
     point, problems = open_for_all(open_best, "opening the best model", deep, ranks, stack)
     _refuse_damaged_best(best, problems)
     assert point is not None, "it is open if it has no problems"
-    outcome = restore_weights(run_sources(walk_models(model, []), []), point)
+    sources = run_sources(walk_models(model, []), [])
+    outcome = restore_weights(sources, point)
     if outcome.status != "restored":
         raise LoadError(f"{best}: the best model was not loaded: {outcome.detail}")
 
@@ -233,24 +262,23 @@ def _trainer_state(place: Place) -> str | None:
 def prune_older(
     folder: Place, newest: Place, best: Place | None, limit: int | None, keep: Keep | None
 ) -> None:
-    """Delete checkpoints of the run of `newest` that `keep` does not select.
+    """Delete checkpoints that `keep` does not select, of the run that saved `newest`.
 
-    `limit` is the number of checkpoints that stay if there is no `keep`. `best` is the Trainer's
-    best checkpoint, which stays. Warns of checkpoints that could not be deleted.
+    Without `keep`, the newest `limit` checkpoints stay. `best` is the Trainer's best checkpoint; it
+    always stays and counts as one of them. Warns of checkpoints that could not be deleted.
     """
     run_id = read_manifest(newest).run_id
     if keep is None and limit is not None and limit > 0:
         infos = run_checkpoints(folder)
-        of_run = [info.path for info in infos if run_id in (None, info.manifest.run_id)]
-        is_best_older = best is not None and best.location not in of_run[-limit:]
-        if is_best_older:  # it counts among the limit
-            limit -= 1
+        paths = [info.path for info in infos if run_id in (None, info.manifest.run_id)]
+        if best is not None and best.location not in paths[-limit:]:
+            limit -= 1  # the best one stays besides the newest
         keep = Keep(last=max(limit, 1))
     if keep is not None:
-        protect = [newest]
+        protected = [newest]
         if best is not None:
-            protect.append(best)
-        report = prune_run(folder, keep, run_id=run_id, protect=protect)
+            protected.append(best)
+        report = prune_run(folder, keep, run_id=run_id, protect=protected)
         for problem in report.problems:
             warn(f"{folder}: an old checkpoint was not deleted: {problem}")
 

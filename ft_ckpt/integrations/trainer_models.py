@@ -1,8 +1,9 @@
-"""What a Trainer and its callbacks hold besides the trained model: models, optimizers, buffers.
+"""Finds the models, optimizers and tensors that a Trainer holds besides its own model.
 
-Models that the optimizer trains are registered with the run, others are watched
-(`runs.items.watched_models`). State that cannot be restored, such as tensors in lists or models
-that callbacks make after the resume, is named in the reports.
+They are searched in the attributes of the trainer and of its callbacks. Models that the optimizer
+trains are registered with the run, and others are watched (`runs.items.watched_models`). Some state
+cannot be restored, such as tensors in lists, or models that callbacks make after the resume.
+Reports name it.
 """
 
 from collections import deque
@@ -23,8 +24,8 @@ from ft_ckpt.formats.trees import PLAIN, flatten
 from ft_ckpt.ranks.moving import digests_of
 from ft_ckpt.runs.items import bare_identity
 
-# Attributes of every Trainer: saved in another way, or no state of the training.
-_OF_TRAINER = frozenset(
+# Attributes that every Trainer has. They are saved in another way, or are no state of the training.
+_KNOWN_ATTRIBUTES = frozenset(
     {
         "model",
         "model_wrapped",
@@ -49,10 +50,12 @@ _OF_TRAINER = frozenset(
         "ft_ckpt",
     }
 )
-_OF_CHECKPOINTED = "_Checkpointed__"
-# of TRL's trainers that generate once for several steps
-_GENERATION = ("_step", "_buffered_inputs")
-GENERATION = "trainer.generation"
+# The attributes of `Checkpointed` begin with this, because Python mangles their names.
+_CHECKPOINTED_PREFIX = "_Checkpointed__"
+# The attributes of those trainers of TRL that generate samples once for several steps.
+_GENERATION_ATTRIBUTES = ("_step", "_buffered_inputs")
+_GENERATION_ITEM = "trainer.generation"
+# Objects of these packages are searched only if they are models, tensors, optimizers or schedulers.
 _LIBRARIES = frozenset(
     {
         "accelerate",
@@ -66,31 +69,42 @@ _LIBRARIES = frozenset(
         "vllm",
     }
 )
-_DEPTH = 3  # of lists, mappings and objects inside an attribute
-_OPTIMIZING = (torch.optim.Optimizer, LRScheduler)
+# How many levels of lists, mappings and objects inside an attribute are searched.
+_MAX_DEPTH = 3
+_OPTIMIZERS_AND_SCHEDULERS = (torch.optim.Optimizer, LRScheduler)
 
 
 @dataclass(frozen=True, eq=False)
 class HeldState:
-    """The state besides the trained model when training begins, by the names of items."""
+    """What a trainer holds besides its model and optimizer when training begins.
 
-    # models with parameters of the optimizer
+    All are mappings by name, such as "trainer.ref_model".
+
+    Attributes:
+        trained: The models with parameters that an optimizer trains.
+        models: All other models.
+        objects: Optimizers, schedulers, and other objects with a state dict.
+        tensors: The digests of single tensors.
+    """
+
     trained: Mapping[str, nn.Module] = field(default_factory=dict)
-    models: Mapping[str, nn.Module] = field(default_factory=dict)  # all others
-    # optimizers, schedulers, and others with a state dict
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
     objects: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, str] = field(default_factory=dict)  # digests of single tensors
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class BufferedGeneration:
-    """The generated samples that a trainer of TRL has not used, and its count of micro-batches."""
+    """The samples that a trainer of TRL has generated but not used, as an object with a state dict.
+
+    The state also has the trainer's count of micro-batches.
+    """
 
     trainer: Any
 
     def state_dict(self) -> dict[str, Any]:
-        inputs = self.trainer._buffered_inputs
-        return {"step": self.trainer._step, "inputs": inputs if self.is_storable else None}
+        inputs = self.trainer._buffered_inputs if self.is_storable else None
+        return {"step": self.trainer._step, "inputs": inputs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.trainer._step = state["step"]
@@ -114,13 +128,13 @@ def held_state(trainer: Trainer) -> HeldState:
     models: dict[str, nn.Module] = {}
     objects: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    leaves = dict(_leaves_of(trainer))
-    optimizers = [leaf for leaf in leaves.values() if isinstance(leaf, torch.optim.Optimizer)]
+    held = dict(_held_by(trainer))
+    optimizers = [value for value in held.values() if isinstance(value, torch.optim.Optimizer)]
     optimized: set[int] = set()
     for optimizer in (trainer.optimizer, *optimizers):
         for group in optimizer.param_groups:
             optimized.update(id(parameter) for parameter in group["params"])
-    for name, value in leaves.items():
+    for name, value in held.items():
         if isinstance(value, Tensor):
             tensors[name] = value
         elif not isinstance(value, nn.Module):
@@ -130,18 +144,18 @@ def held_state(trainer: Trainer) -> HeldState:
         else:
             models[name] = value
     if _generates(trainer):
-        objects[GENERATION] = BufferedGeneration(trainer)
+        objects[_GENERATION_ITEM] = BufferedGeneration(trainer)
     return HeldState(trained, models, objects, digests_of(tensors))
 
 
 def unsaved_state(trainer: Trainer, before: HeldState, registered: Collection[str]) -> list[str]:
-    """Name state that has appeared or moved since `before` and is in no checkpoint.
+    """Return the names of state that is new or has changed since `before` and is in no checkpoint.
 
-    `registered` are the names of items that are registered or watched.
+    `registered` has the names of what is registered or watched.
     """
     names: dict[str, None] = {}
     tensors: dict[str, Tensor] = {}
-    for name, value in _leaves_of(trainer):
+    for name, value in _held_by(trainer):
         if isinstance(value, Tensor):
             tensors[name] = value
         elif name not in registered:
@@ -149,31 +163,32 @@ def unsaved_state(trainer: Trainer, before: HeldState, registered: Collection[st
     for name, digest in digests_of(tensors).items():
         if before.tensors.get(name) != digest:
             names[_attribute_of(name)] = None
-    generation = before.objects.get(GENERATION)
+    generation = before.objects.get(_GENERATION_ITEM)
     if generation is not None and not generation.is_storable:
         names["trainer._buffered_inputs"] = None
     return list(names)
 
 
 def _attribute_of(name: str) -> str:
-    """Return the object and its attribute, of the name of something inside the attribute."""
+    """Return the first two words of a name: "trainer.models.0" becomes "trainer.models"."""
     return ".".join(name.split(".")[:2])
 
 
 def _generates(trainer: Trainer) -> bool:
-    return all(name in vars(trainer) for name in _GENERATION)
+    """Check whether it is a trainer of TRL that generates samples once for several steps."""
+    return all(name in vars(trainer) for name in _GENERATION_ATTRIBUTES)
 
 
-def _leaves_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """Yield the modules outside of the trained model, tensors, and objects with a state.
+def _held_by(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Yield the models, tensors and objects with a state that the trainer and its callbacks hold.
 
-    Each comes once, with a name.
+    The trained model and its optimizer are left out. Each object comes once, with its name.
     """
-    main = _MainModel(trainer)
+    saved_as_model = _SavedAsModel(trainer)
     attributes_of_trainer = dict(vars(trainer))
-    saved_otherwise = [*_OF_TRAINER]
+    saved_otherwise = [*_KNOWN_ATTRIBUTES]
     if _generates(trainer):
-        saved_otherwise += _GENERATION
+        saved_otherwise += _GENERATION_ATTRIBUTES
     for name in saved_otherwise:
         attributes_of_trainer.pop(name, None)
     roots = [("trainer", attributes_of_trainer)]
@@ -183,19 +198,23 @@ def _leaves_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     names: set[str] = set()
     for owner, attributes in roots:
         for attribute, value in list(attributes.items()):
-            if attribute.startswith(_OF_CHECKPOINTED):
+            if attribute.startswith(_CHECKPOINTED_PREFIX):
                 continue
-            for path, leaf in _leaves(value, f"{owner}.{attribute}", _DEPTH):
+            for path, found in _found_in(value, f"{owner}.{attribute}", _MAX_DEPTH):
                 name = path.replace("/", ".").replace(":", ".")
-                part = main.without(leaf)
-                if part is None or id(leaf) in seen or name in names:
+                remainder = saved_as_model.remove_from(found)
+                if remainder is None or id(found) in seen or name in names:
                     continue
-                seen.add(id(leaf))
+                seen.add(id(found))
                 names.add(name)
-                yield name, part
+                yield name, remainder
 
 
-def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _found_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the models, tensors and objects with a state in `value`, with their paths.
+
+    `depth` is the number of levels of lists, mappings and objects that are searched.
+    """
     if isinstance(value, (nn.Module, Tensor)) or _has_state(value):
         yield path, value
         return
@@ -209,11 +228,12 @@ def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     elif _is_plain_object(value):
         children = list(vars(value).items())
     for key, child in children:
-        yield from _leaves(child, f"{path}.{key}", depth - 1)
+        yield from _found_in(child, f"{path}.{key}", depth - 1)
 
 
 def _has_state(value: Any) -> bool:
-    if isinstance(value, _OPTIMIZING):
+    """Check whether a value is to be saved by its state dict."""
+    if isinstance(value, _OPTIMIZERS_AND_SCHEDULERS):
         return True
     if isinstance(value, (DataLoader, Trainer, type)) or _library_of(value) in _LIBRARIES:
         return False
@@ -235,32 +255,34 @@ def _library_of(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-class _MainModel:
-    """Modules, tensors and optimizers that are saved as the run's model and optimizer."""
+class _SavedAsModel:
+    """The modules, tensors and optimizers that are saved as the model and optimizer of the run."""
 
     def __init__(self, trainer: Any) -> None:
         self.modules: set[int] = set()
         self.tensors: set[int] = set()
-        self.memory: set[int] = set()  # addresses
+        self.addresses: set[int] = set()  # where the elements of the tensors begin
         for root in (trainer.model, trainer.model_wrapped):
             self.modules.update(id(module) for module in root.modules())
             for tensor in (*root.parameters(), *root.buffers()):
                 self.tensors.add(id(tensor))
                 if tensor.numel() and not tensor.is_meta:
-                    self.memory.add(tensor.data_ptr())
+                    self.addresses.add(tensor.data_ptr())
         objects = [trainer.optimizer, trainer.lr_scheduler]
         self.objects = {bare_identity(value) for value in objects if value is not None}
 
-    def without(self, value: Any) -> Any:
-        """Return the value without the trained model; None if nothing remains."""
+    def remove_from(self, value: Any) -> Any:
+        """Return what of a value is not saved as the model; None if nothing remains."""
         if isinstance(value, nn.Module):
-            return self._outside(value)
+            return self._other_modules(value)
         if isinstance(value, Tensor):
-            shares = value.numel() and not value.is_meta and value.data_ptr() in self.memory
-            return None if id(value) in self.tensors or shares else value
+            has_memory = value.numel() and not value.is_meta
+            shares_memory = has_memory and value.data_ptr() in self.addresses
+            return None if id(value) in self.tensors or shares_memory else value
         return None if bare_identity(value) in self.objects else value
 
-    def _outside(self, module: nn.Module) -> nn.Module | None:
+    def _other_modules(self, module: nn.Module) -> nn.Module | None:
+        """Return `module`, or a copy of its tree without the modules and tensors of the model."""
         if id(module) in self.modules:
             return None
         tensors = [*module.parameters(), *module.buffers()]
@@ -268,15 +290,17 @@ class _MainModel:
             return None
         if not any(id(tensor) in self.tensors for tensor in tensors):
             return module
-        part = nn.Module()  # such as the head of a loss that contains the trained model
+        # for example, the head of a loss that contains the trained model
+        remainder = nn.Module()
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in self.tensors:
-                part.register_parameter(name, parameter)
+                remainder.register_parameter(name, parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in self.tensors:
-                part.register_buffer(name, buffer, name not in module._non_persistent_buffers_set)
+                is_persistent = name not in module._non_persistent_buffers_set
+                remainder.register_buffer(name, buffer, is_persistent)
         for name, child in module.named_children():
-            outside = self._outside(child)
-            if outside is not None:
-                part.add_module(name, outside)
-        return part if any(True for _ in part.state_dict()) else None
+            child_remainder = self._other_modules(child)
+            if child_remainder is not None:
+                remainder.add_module(name, child_remainder)
+        return remainder if remainder.state_dict() else None

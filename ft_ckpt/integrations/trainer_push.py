@@ -1,4 +1,4 @@
-"""Pushes of a Trainer: its checkpoints and the model that it has saved, with its card."""
+"""Pushes the checkpoints of a Trainer, and the model that it has saved, to the Hub."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -17,30 +17,35 @@ from ft_ckpt.extensions.transfer.sending import PendingPush, begin_push
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import files_made_by, open_place
 
-_FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it
+# the Trainer's own name for the folder of the newest checkpoint
+_LAST_FOLDER = "last-checkpoint"
 
 
 def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
-    """Start to push a checkpoint by `hub_strategy`.
+    """Start to push a checkpoint, as `hub_strategy` says.
 
-    While the last push is running, only if `hub_always_push`.
+    Nothing is pushed while an earlier push is running, unless `hub_always_push` is set. Only rank 0
+    pushes.
     """
-    args, strategy = trainer.args, trainer.args.hub_strategy
+    args = trainer.args
+    strategy = args.hub_strategy
     if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
         return
     if not args.hub_always_push and _is_pushing(trainer):
         return
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     by_step = args.save_strategy == SaveStrategy.STEPS
-    place = f"step {trainer.state.global_step}" if by_step else f"epoch {int(trainer.state.epoch)}"
-    message = f"Training in progress, {place}"  # the Trainer's own message
+    progress = f"epoch {int(trainer.state.epoch)}"
+    if by_step:
+        progress = f"step {trainer.state.global_step}"
+    message = f"Training in progress, {progress}"  # the Trainer's own message
     pushes = [_start_hub_push(trainer, checkpoint, "", message)]
     if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-        folder = _FOLDER_OF_LAST if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+        folder = _LAST_FOLDER if strategy == HubStrategy.CHECKPOINT else checkpoint.name
         pushes.append(
             _start_hub_push(trainer, checkpoint, folder, f"{message}, checkpoint", state=True)
         )
-    _note_pushes(trainer, pushes)
+    _register_pushes(trainer, pushes)
 
 
 def push_saved(
@@ -54,8 +59,9 @@ def push_saved(
 ) -> "PushReport | Future[PushReport]":
     """Push the files that `save_model` wrote to the output folder.
 
-    The Trainer makes the model card with `card_options`. Waits for the running push first. Raises
-    the errors of `push`; without `blocking` its future does.
+    The Trainer makes the model card with `card_options`. An earlier push is waited for first. With
+    `blocking`, the report is returned and errors of `push` are raised. Without it, the future is
+    returned and has the report or the error.
     """
     folder = Path(trainer.args.output_dir)
     card = _trainer_card(trainer, folder, card_options)
@@ -63,12 +69,12 @@ def push_saved(
     push = _start_hub_push(trainer, folder, "", message, card=card, token=token, revision=revision)
     if blocking:
         return push.result()
-    _note_pushes(trainer, [push])
+    _register_pushes(trainer, [push])
     return push.future
 
 
 def _trainer_card(trainer: Trainer, saved: Path, options: Mapping[str, Any]) -> str | None:
-    """Return the text of the Trainer's card.
+    """Return the text of the model card that the Trainer makes; None if it makes none.
 
     The card is made in a scratch folder, because the saved card is part of a checkpoint.
     """
@@ -79,12 +85,14 @@ def _trainer_card(trainer: Trainer, saved: Path, options: Mapping[str, Any]) -> 
     arguments = {**options, "model_name": options.get("model_name") or repo_name}
     if tags:
         arguments["tags"] = list(dict.fromkeys(tags))
-    before = LocalStore(saved).read(CARD_NAME) if LocalStore(saved).stat(CARD_NAME) else None
+    store = LocalStore(saved)
+    saved_card = store.read(CARD_NAME) if store.stat(CARD_NAME) else None
 
-    def make_card(place: Path) -> None:
-        if before is not None:
-            LocalStore(place).write(CARD_NAME, before)
-        output_dir, trainer.args.output_dir = trainer.args.output_dir, str(place)
+    def make_card(scratch: Path) -> None:
+        if saved_card is not None:
+            LocalStore(scratch).write(CARD_NAME, saved_card)
+        output_dir = trainer.args.output_dir
+        trainer.args.output_dir = str(scratch)
         try:
             trainer.create_model_card(**arguments)
         finally:
@@ -104,15 +112,18 @@ def _start_hub_push(
     revision: str | None = None,
     **more: Any,
 ) -> PendingPush:
-    args, config = trainer.args, trainer.ft_ckpt.config
-    place = HubPlace(trainer.hub_model_id, revision or args.hub_revision or "main", folder)
+    args = trainer.args
+    target = HubPlace(trainer.hub_model_id, revision or args.hub_revision or "main", folder)
     options = PushOptions(
-        token=token or args.hub_token, base_id=config.base_id, message=message, **more
+        token=token or args.hub_token,
+        base_id=trainer.ft_ckpt.config.base_id,
+        message=message,
+        **more,
     )
-    return begin_push(open_place(checkpoint), place.url, options)
+    return begin_push(open_place(checkpoint), target.url, options)
 
 
-def _note_pushes(trainer: Trainer, pushes: list[PendingPush]) -> None:
+def _register_pushes(trainer: Trainer, pushes: list[PendingPush]) -> None:
     """Register running pushes with the Trainer, which waits for them at the end of training."""
     jobs = [push.future for push in pushes]
     if _is_pushing(trainer):

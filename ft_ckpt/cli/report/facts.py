@@ -1,4 +1,4 @@
-"""The facts about a run: its checkpoints, models, saves and training, as records."""
+"""Records of what a report shows of a run: its checkpoints, models, saves and training."""
 
 import math
 from collections.abc import Mapping
@@ -11,22 +11,40 @@ from ft_ckpt.schedule import LoggedSave
 
 @dataclass(frozen=True)
 class KeptCheckpoint:
-    """One checkpoint of the run that still exists."""
+    """One checkpoint in the folder of the run.
+
+    Attributes:
+        name: The name of its folder.
+        step: The training step; None if it was saved without one.
+        created: The time of the save, in ISO 8601, UTC.
+        kind: The kind in its manifest.
+        metrics: The metrics, by name.
+        size_bytes: The size of all its files.
+        own_bytes: The size of the files that no older checkpoint of the run shares.
+        state_bytes: The size of its training state.
+        kept: The rules of the run that keep it.
+        fate: Why it is kept, or why the next save deletes it, as a text.
+        pinned: The reason of the pin, which may be ""; None if it is not pinned.
+        problems: What a fast verification found.
+        is_export: Whether these are exported weights instead of a checkpoint of the training.
+        is_own: Whether it is of the run that the report describes, and not of another run in the
+            same folder.
+    """
 
     name: str
     step: int | None
-    created: str  # ISO 8601, UTC
+    created: str
     kind: str
     metrics: Mapping[str, float]
     size_bytes: int
-    own_bytes: int  # of files that no older checkpoint of the run has
+    own_bytes: int
     state_bytes: int
-    kept: tuple[str, ...]  # the rules of the run that keep it
-    fate: str  # why it is kept, or why the next save deletes it
-    pinned: str | None  # the reason, possibly ""; None if it is not pinned
+    kept: tuple[str, ...]
+    fate: str
+    pinned: str | None
     problems: tuple[str, ...]
-    is_export: bool = False  # weights saved in the folder of the run, no checkpoint of it
-    is_own: bool = True  # of the run whose log this is, not of another one in the folder
+    is_export: bool = False
+    is_own: bool = True
 
     @property
     def created_at(self) -> float | None:
@@ -37,7 +55,10 @@ class KeptCheckpoint:
 
 @dataclass(frozen=True)
 class Drift:
-    """Change of each layer between two checkpoints: norm of the change over the norm before it."""
+    """The change of each layer between two checkpoints.
+
+    A change is the norm of the difference, divided by the norm of the layer in `before`.
+    """
 
     before: str
     after: str
@@ -46,48 +67,81 @@ class Drift:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """One part of the newest checkpoint: a model, a module or an adapter."""
+    """A model, a module or an adapter in the newest checkpoint.
 
-    name: str  # of the part; "" for the whole model
+    Attributes:
+        name: The name in the checkpoint; "" for the whole model.
+        kind: The kind, such as "adapter".
+        class_name: The name of the model's class; "" if it is unknown.
+        values: The number of elements in its tensors, which are parameters and buffers.
+        trainable: The number of elements that are trained.
+        dtypes: The dtypes of the tensors.
+        base: The name of an adapter's base model; None for other models.
+    """
+
+    name: str
     kind: str
     class_name: str
-    values: int  # in its tensors: of parameters and buffers
+    values: int
     trainable: int
     dtypes: tuple[str, ...]
-    base: str | None  # of an adapter
+    base: str | None
 
 
 @dataclass(frozen=True)
 class Training:
-    """The training as described in its newest state; empty without a state."""
+    """What the newest training state says of the training; empty if there is no state.
+
+    Attributes:
+        ranks: The number of ranks.
+        wrapper: How the model is wrapped, such as "fsdp"; "" or "plain" if it is not.
+        versions: The versions of the libraries, by name.
+        settings: The settings, for example {"optimizer": "AdamW"}.
+        progress: The numbers of steps, epochs and samples.
+        run_seconds: The duration of the training with all restarts, until the newest save.
+        failures: The number of restarts after a failure.
+    """
 
     ranks: int | None = None
     wrapper: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)  # "optimizer": "AdamW", ...
+    settings: Mapping[str, str] = field(default_factory=dict)
     progress: Mapping[str, int] = field(default_factory=dict)
-    run_seconds: float | None = None  # over all restarts, until the newest save
+    run_seconds: float | None = None
     failures: int | None = None
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The checkpoints of a run, oldest first, and the log of saves in its newest training state."""
+    """All that a report shows of a run.
+
+    Attributes:
+        run: The path or URL of the run's folder.
+        checkpoints: The checkpoints in the folder, oldest first.
+        saves: The log of saves in the newest training state.
+        drift: The changes between neighbouring checkpoints.
+        metrics: The names of the metrics, the most important first.
+        notes: What could not be read, with the reasons.
+        rankings: "min" or "max" for each metric by which the run ranks its checkpoints.
+        models: The models in the newest checkpoint.
+        training: What the newest training state says of the training.
+        rules: The rules of the run for its checkpoints; None if no training state has them.
+    """
 
     run: str
     checkpoints: tuple[KeptCheckpoint, ...]
     saves: tuple[LoggedSave, ...]
     drift: tuple[Drift, ...]
-    metrics: tuple[str, ...]  # most important first
-    notes: tuple[str, ...]  # missing facts, with the reasons
-    rankings: Mapping[str, str] = field(default_factory=dict)  # metric -> "min" or "max"
+    metrics: tuple[str, ...]
+    notes: tuple[str, ...]
+    rankings: Mapping[str, str] = field(default_factory=dict)
     models: tuple[StoredModel, ...] = ()
     training: Training = field(default_factory=Training)
-    rules: Keep | None = None  # None if no training state says them
+    rules: Keep | None = None
 
     @property
     def disk_bytes(self) -> int:
-        """The bytes of all files; files that checkpoints share count once."""
+        """The size of all files; a file that several checkpoints share counts once."""
         return sum(checkpoint.own_bytes for checkpoint in self.checkpoints)
 
     @property
@@ -111,12 +165,14 @@ class RunFacts:
         return sum(save.stall_seconds or 0.0 for save in self.saves)
 
     def metric_points(self, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) of a metric at all saves that had it, also of deleted checkpoints.
+        """Return (step, value) of a metric at all saves that had it, in order of steps.
 
-        If checkpoint and log have a value of one step, the checkpoint's is newer.
+        Saves whose checkpoints were deleted are included. If both the checkpoint and the log have a
+        value for a step, the one of the checkpoint is newer and is returned.
         """
-        of_run = [checkpoint for checkpoint in self.checkpoints if checkpoint.is_own]
-        records = [(checkpoint.step, checkpoint.metrics) for checkpoint in of_run]
+        own_checkpoints = [checkpoint for checkpoint in self.checkpoints if checkpoint.is_own]
+        # later records replace earlier ones of the same step
+        records = [(checkpoint.step, checkpoint.metrics) for checkpoint in own_checkpoints]
         records += [(save.step, save.metrics) for save in self.saves]
         for step, checkpoint in self.saved_checkpoints.items():
             records.append((step, checkpoint.metrics))
@@ -124,7 +180,11 @@ class RunFacts:
         return sorted((step, value) for step, value in values.items() if step is not None)
 
     def best_checkpoint(self, name: str) -> KeptCheckpoint | None:
-        """Return the best checkpoint by a metric of the rankings; of equal ones the oldest."""
+        """Return the best checkpoint by a metric of the rankings.
+
+        If several are equally good, the oldest is returned. Returns None if no checkpoint has the
+        metric, or if the run does not rank by it.
+        """
         mode = self.rankings.get(name)
         sign = 1 if mode == "min" else -1
         measured = [

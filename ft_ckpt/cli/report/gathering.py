@@ -1,4 +1,4 @@
-"""The facts about a run that `ft-ckpt report` shows, from its manifests and its newest state."""
+"""Reads what `ft-ckpt report` shows of a run, from its manifests and its newest training state."""
 
 import itertools
 import math
@@ -26,9 +26,11 @@ from ft_ckpt.storage.places import Place, hold_listed
 
 
 def gather_facts(run: Place, metrics: Sequence[str], *, comparisons: int) -> RunFacts:
-    """Gather the facts about the folder `run`.
+    """Read what the report shows of the run in the folder `run`.
 
-    The newest `comparisons` pairs of neighbouring checkpoints are compared.
+    The weights of neighbouring checkpoints are compared for the newest `comparisons` pairs. What
+    cannot be read is named in the notes of the result. Raises CheckpointError if the training state
+    has invalid values.
     """
     infos = run_checkpoints(run)
     notes: list[str] = []
@@ -61,6 +63,10 @@ def gather_facts(run: Place, metrics: Sequence[str], *, comparisons: int) -> Run
 
 
 def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mapping[str, Any]:
+    """Return the JSON document of the newest training state that can be read, or {}.
+
+    What cannot be read is appended to `notes`.
+    """
     for info in reversed(infos):
         if not _has_state(info):
             continue
@@ -79,8 +85,10 @@ def _has_state(info: CheckpointInfo) -> bool:
     return any(part.kind == STATE for part in info.manifest.parts)
 
 
-_VERSION = "version of "  # prefix of the libraries in a fingerprint
-_SHOWN_APART = ("world size", "engine", "model")
+# A fingerprint is the part of a training state that a resume compares with the new run. These are
+# the prefix of its entries about libraries, and entries that the report does not list as settings.
+_VERSION_PREFIX = "version of "
+_NO_SETTINGS = ("world size", "engine", "model")
 
 
 def _training_of(document: Mapping[str, Any]) -> Training:
@@ -89,12 +97,13 @@ def _training_of(document: Mapping[str, Any]) -> Training:
     settings: dict[str, str] = {}
     versions: dict[str, str] = {}
     for name, value in document["fingerprint"].items():
-        if name.startswith(_VERSION):
-            versions[name.removeprefix(_VERSION)] = str(value)
-        elif name not in _SHOWN_APART:
+        if name.startswith(_VERSION_PREFIX):
+            versions[name.removeprefix(_VERSION_PREFIX)] = str(value)
+        elif name not in _NO_SETTINGS:
             settings[name] = str(value)
     history = document.get("history") or {}
-    seconds, failures = history.get("run_seconds"), history.get("failures")
+    seconds = history.get("run_seconds")
+    failures = history.get("failures")
     return Training(
         ranks=len(document["ranks"]),
         wrapper=str(document["fingerprint"].get("engine", "")),
@@ -107,7 +116,11 @@ def _training_of(document: Mapping[str, Any]) -> Training:
 
 
 def _models_of(infos: Sequence[CheckpointInfo]) -> tuple[StoredModel, ...]:
-    """Return the parts of the newest checkpoint of training; else of the newest export."""
+    """Return the models in the newest checkpoint of the training.
+
+    If there is none, those in the newest exported weights are returned.
+    """
+    # exports come first, so that the loop reaches them last
     newest_last = sorted(infos, key=lambda info: not info.manifest.export)
     for info in reversed(newest_last):
         parts = [part for part in info.manifest.parts if part.kind != STATE]
@@ -147,7 +160,10 @@ _IN_WORDS = {
 
 
 class _Fates:
-    """Why each checkpoint of a run stays, or goes; `rules` are None if they are unknown."""
+    """Says why each checkpoint of a run stays, or that the next save deletes it.
+
+    `rules` are the rules of the run, or None if they are unknown.
+    """
 
     def __init__(self, run: Place, rules: Keep | None, run_id: str | None) -> None:
         survey = survey_run(run)
@@ -156,9 +172,11 @@ class _Fates:
         self.survey = {checkpoint.path: checkpoint for checkpoint in survey}
 
     def kept_by(self, path: Path | str) -> tuple[str, ...]:
+        """Return the reasons to keep a checkpoint; none if the rules are unknown."""
         return () if self.rules is None else self.plan.keep.get(path, ())
 
     def in_words(self, path: Path | str) -> str:
+        """Return the reasons as a text for the page."""
         checkpoint = self.survey.get(path)
         if checkpoint is None:
             return "a link, which no rule deletes"
@@ -180,10 +198,10 @@ def _kept_checkpoints(
 ) -> Iterable[KeptCheckpoint]:
     """Yield the checkpoints with the reasons why they stay.
 
-    `run_ids` are the run's and those it was resumed from; with None, each checkpoint is its own
-    run.
+    `run_ids` are the id of the run and the ids of the runs that it was resumed from. With None, all
+    checkpoints count as those of the run.
     """
-    seen: set[object] = set()  # files of this or an older checkpoint
+    seen: set[object] = set()  # the files that this or an older checkpoint has
     for info in infos:
         report = verify(info.place, deep=False)
         size_bytes = own_bytes = state_bytes = 0
@@ -233,11 +251,16 @@ def _stored_files(info: CheckpointInfo) -> dict[object, _StoredFile]:
 
 
 def _drifts(infos: Sequence[CheckpointInfo], count: int, notes: list[str]) -> tuple[Drift, ...]:
-    """Return the changes between the newest `count` pairs of neighbours that training saved."""
-    saved = [info for info in infos if not info.manifest.made_from]
-    compared = [info for info in saved if not info.manifest.export]
+    """Return the changes of the layers between neighbouring checkpoints, for the newest pairs.
+
+    At most `count` pairs are compared. Checkpoints that were made from others, such as averages,
+    are left out. Exported weights are compared only if there are fewer than two checkpoints of the
+    training.
+    """
+    saved_by_run = [info for info in infos if not info.manifest.made_from]
+    compared = [info for info in saved_by_run if not info.manifest.export]
     if len(compared) < 2:
-        compared = saved
+        compared = saved_by_run
     pairs = list(itertools.pairwise(compared))
     newest_pairs = pairs[-count:] if count else []
     drifts = []
@@ -249,11 +272,14 @@ def _drifts(infos: Sequence[CheckpointInfo], count: int, notes: list[str]) -> tu
 
 
 def _drift(before: CheckpointInfo, after: CheckpointInfo, notes: list[str]) -> Drift | None:
+    """Compare two checkpoints; return None, and append to `notes`, if one cannot be read."""
     try:
         with ExitStack() as stack:
             places = [stack.enter_context(hold_open(info.place)) for info in (before, after)]
-            opened = [stack.enter_context(closing(open_source(place))) for place in places]
-            layers = by_layer(compare_files(*opened))
+            file_before, file_after = (
+                stack.enter_context(closing(open_source(place))) for place in places
+            )
+            layers = by_layer(compare_files(file_before, file_after))
             changes = {layer.name: layer.relative for layer in layers}
     except CheckpointError as error:
         notes.append(f"{before.name} and {after.name} were not compared: {error}")
