@@ -345,12 +345,12 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             super().save_model(output_dir, _internal_call=True)
             return
         target = Path(output_dir or self.args.output_dir)
-        is_sharded = (
+        all_ranks_save = (
             self.is_fsdp_enabled
             or self.is_deepspeed_enabled
             or any(map(is_distributed, self.model_wrapped.parameters()))
         )
-        if is_sharded:
+        if all_ranks_save:
             self.__save_weights(target)
         elif self.args.should_save:
             # As in Trainer, if each rank has the whole model, the main process saves it and the

@@ -55,7 +55,8 @@ _CHECKPOINTED_PREFIX = "_Checkpointed__"
 # The attributes of those trainers of TRL that generate samples once for several steps.
 _GENERATION_ATTRIBUTES = ("_step", "_buffered_inputs")
 _GENERATION_ITEM = "trainer.generation"
-# Objects of these packages are searched only if they are models, tensors, optimizers or schedulers.
+# Objects of these packages are not searched, and are not saved by their state dicts. Models,
+# tensors, optimizers and schedulers are exceptions, and so are lists and mappings.
 _LIBRARIES = frozenset(
     {
         "accelerate",
