@@ -14,6 +14,7 @@ from .layout import (
     Layout as Layout,
     Spec as Spec,
     TensorRecord as TensorRecord,
+    ceil_div as ceil_div,
     checked_sizes as checked_sizes,
 )
 from .registry import (

@@ -1,7 +1,7 @@
-"""Types of all tensor formats: the description of a tensor, the layout of a file.
+"""Types that all tensor formats share: the description of a tensor, and the layout of a file.
 
-A format returns a `Layout` before the first tensor byte is available; the writer is the same for
-all formats.
+A format returns a `Layout` before the first tensor byte is available, so that one writer writes the
+files of all formats.
 """
 
 import math
@@ -15,7 +15,8 @@ from ft_ckpt.schema import Count
 if TYPE_CHECKING:
     from ft_ckpt.storage.io import Region
 
-ITEM_BYTES = {  # torch's name of a dtype: bytes per element
+# torch's name of a dtype -> bytes per element
+ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"), 1),
     **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"), 1),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
@@ -45,17 +46,22 @@ class Spec(NamedTuple):
 class Layout:
     """A file before it is written: header, tensors in file order with their offsets, trailer.
 
-    Bytes between tensors are zero, unless the format weaves others in.
+    Bytes between tensors are zero, unless the format sets `weave`.
+
+        header | tensor 0 | zeros | tensor 1 | zeros | ... | trailer
     """
 
     header: bytes
+    # the tensors in file order, and the offset of the first byte of each in the file
     specs: tuple[Spec, ...]
-    starts: tuple[int, ...]  # absolute, inclusive, ascending
-    size_bytes: int  # of the whole file
+    starts: tuple[int, ...]
+    # size of the whole file
+    size_bytes: int
     trailer_start: int | None = None
-    # made from the xxh3-128 digests of the tensors by name; its size is known in advance
+    # Makes the trailer from the xxh3-128 digests of the tensors by name. Its size is known before.
     trailer: Callable[[Mapping[str, bytes]], bytes] | None = None
-    # all regions of the file from those of its tensors; for bytes between them that depend on them
+    # Adds the bytes between tensors if they depend on the tensors, such as checksums: takes the
+    # regions of the tensors, and yields all regions of the file.
     weave: "Callable[[Iterable[Region]], Iterator[Region]] | None" = None
 
 
@@ -63,13 +69,21 @@ class Layout:
 class TensorRecord:
     """One stored tensor: its location in a file, shape and dtype."""
 
-    name: str  # as stored in the file
+    # the name in the file
+    name: str
     shape: tuple[Count, ...]
-    dtype: str  # torch's name without "torch.", e.g. "bfloat16"
-    file: str  # path of a FileRecord
-    # first byte in the file, inclusive; `start` and `end` are 0 for a compressed tensor
+    # torch's name without "torch.", such as "bfloat16"
+    dtype: str
+    # path of a FileRecord
+    file: str
+    # The tensor has bytes [start, end) of the file. Both are 0 for a compressed tensor.
     start: Count
-    end: Count  # end of its bytes in the file, exclusive
+    end: Count
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """Return `number` / `divisor`, rounded up; for example, 9 bytes need 3 blocks of 4 bytes."""
+    return -(-number // divisor)
 
 
 def checked_sizes(values: Iterable[Any]) -> tuple[int, ...]:

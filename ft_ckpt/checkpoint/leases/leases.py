@@ -1,10 +1,16 @@
 """Leases: marks by which a process shows that it works in a folder.
 
-A mark in a bucket is valid for ten minutes after its last renewal, by the clock of the store (the
-time of the reader's new mark). On a shared disk it is valid for half an hour, because the times of
-files may be of the clock of the node that wrote them, and clocks that are 20 minutes apart must end
-no lease. On the machine of its process a mark is valid only while the process lives. The lease of a
-run's directory (`runs.folder.lease`) has a stricter rule, which needs the reader's clock alone.
+A mark is a small JSON file or object in the folder. Its process renews it each minute. How long it
+is valid after its last renewal depends on where it is:
+
+- In a bucket it is valid for ten minutes, by the clock of the store. The reader learns the time by
+  writing a mark of its own.
+- On a shared disk it is valid for half an hour. There the time of a file may come from the clock of
+  the node that wrote it, and a lease must survive clocks that are 20 minutes apart.
+- On the machine of its process it is valid only while the process lives.
+
+The lease of a run's directory (`runs.folder.lease`) has a stricter rule, which needs only the
+reader's clock.
 """
 
 import json
@@ -28,15 +34,17 @@ class Renewal:
 
     renew: Callable[[], object]
     seconds: float
-    due: float  # when to call it next, by time.monotonic
+    # time of the next call, by time.monotonic
+    due: float
     is_over: bool = False
-    # locked during a call; reentrant, because a call may end its own renewal
+    # This lock is held during a call. It is reentrant, because a call may end its own renewal.
     running: Any = field(default_factory=threading.RLock)
 
     def call(self) -> None:
         with self.running:
             if not self.is_over:
-                with suppress(Exception):  # tried again later: a lease may miss several renewals
+                # An error is ignored, because a lease may miss several renewals.
+                with suppress(Exception):
                     self.renew()
             self.due = time.monotonic() + self.seconds
 
@@ -77,7 +85,10 @@ class _Renewals:
             renewal = self._await_due()
 
     def _await_due(self) -> Renewal | None:
-        """Wait for a renewal that is due; return None, for the thread to end, if there is none."""
+        """Wait for the next renewal that is due, and return it.
+
+        Return None if there are no renewals, so that the thread ends.
+        """
         with self._change:
             while self._renewals:
                 first = min(self._renewals, key=lambda renewal: renewal.due)
@@ -89,29 +100,31 @@ class _Renewals:
             return None
 
 
-_of_process = _Renewals()
+_renewals_of_process = _Renewals()
 
 
 def start_renewal(renew: Callable[[], object], seconds: float) -> Renewal:
     """Call `renew` every `seconds` until `end_renewal`; its errors are ignored."""
-    return _of_process.start(renew, seconds)
+    return _renewals_of_process.start(renew, seconds)
 
 
 def end_renewal(renewal: Renewal) -> None:
     """End the calls of a renewal, after waiting for a call in progress."""
-    _of_process.end(renewal)
+    _renewals_of_process.end(renewal)
 
 
 def _forget_renewals() -> None:
-    global _of_process
-    _of_process = _Renewals()
+    global _renewals_of_process
+    _renewals_of_process = _Renewals()
 
 
 os.register_at_fork(after_in_child=_forget_renewals)
 
 
-LEASE = f"{PREFIX}lease-"  # prefix of the names of readers' leases
-CLOCK = f"{PREFIX}clock-"  # prefix of objects that are written to read the clock of a store
+# Names of readers' leases begin with LEASE, and names of objects by which a process reads the clock
+# of a store begin with CLOCK.
+LEASE = f"{PREFIX}lease-"
+CLOCK = f"{PREFIX}clock-"
 RENEWAL_SECONDS, STALE_SECONDS = 60.0, 600.0
 DISK_STALE_SECONDS = 1800.0
 _MARK_LIMIT_BYTES = 64 << 10
@@ -122,9 +135,9 @@ def new_mark(kind: str) -> str:
     return kind + new_owner()
 
 
-def put_mark(store: Store, name: str, *, create_only: bool = False, **facts: Any) -> None:
-    """Write a mark with the identity of this process and `facts`. Raises TargetError."""
-    text = json.dumps({**process_facts(), **facts})
+def put_mark(store: Store, name: str, *, create_only: bool = False, **content: Any) -> None:
+    """Write a mark with the identity of this process and `content`. Raises TargetError."""
+    text = json.dumps({**process_facts(), **content})
     store.write(name, text.encode(), create_only=create_only)
 
 
@@ -139,21 +152,21 @@ def read_mark(store: Store, name: str) -> dict[str, Any]:
 def parse_mark(text: str) -> dict[str, Any]:
     """Parse the text of a mark; return {} for text that is not a JSON object."""
     try:
-        facts = json.loads(text)
+        content = json.loads(text)
     except (RecursionError, ValueError):
         return {}
-    return facts if isinstance(facts, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def mark_holder(store: Store, name: str) -> str:
-    """Describe the process that has put a mark, for messages."""
-    facts = read_mark(store, name)
-    return holder_of(facts) if facts else name.removeprefix(LEASE)
+    """Describe the process that wrote a mark, for messages."""
+    content = read_mark(store, name)
+    return holder_of(content) if content else name.removeprefix(LEASE)
 
 
-def holder_of(facts: dict[str, Any]) -> str:
-    """Describe the process in the facts of a mark, for messages."""
-    return f"process {facts.get('pid')} on {facts.get('host')}"
+def holder_of(content: dict[str, Any]) -> str:
+    """Describe the process that the content of a mark names, for messages."""
+    return f"process {content.get('pid')} on {content.get('host')}"
 
 
 def store_time(store: Store) -> float:
@@ -198,7 +211,7 @@ class Lease:
     _renewal: Renewal | None = None
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """The contents of the mark, except for the identity of the process."""
         return {"token": self.token}
 
@@ -207,7 +220,7 @@ class Lease:
 
         Raises TargetError, and NameTakenError with `create_only` if there is such a mark.
         """
-        put_mark(self.store, self.name, create_only=create_only, **self.facts)
+        put_mark(self.store, self.name, create_only=create_only, **self.content)
 
     def begin(self, seconds: float | None = None) -> None:
         """Renew the mark each minute, or every `seconds`, from now on."""

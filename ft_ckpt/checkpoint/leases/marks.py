@@ -1,8 +1,10 @@
 """Marks in the folder of a checkpoint, which guard it or announce an operation on it.
 
-Every operation on a checkpoint in a bucket first puts a mark and then lists the folder, so that of
-two concurrent operations at least one sees the mark of the other. A removal gives way: it deletes
-its tombstone if it sees a pin, a lease, a save, or another removal. All other operations wait until
+A mark is a small JSON file or object in the folder. The mark of a removal is called a tombstone.
+
+Every operation on a checkpoint in a bucket first writes its mark and then lists the folder. So of
+two concurrent operations at least one sees the mark of the other. A removal that sees a pin, a
+lease, a save or another removal gives up and deletes its tombstone. All other operations wait until
 the removal is over, and list the folder again.
 
 `leases` says how long a mark is valid. Pins, metrics and signatures do not expire.
@@ -20,7 +22,8 @@ PIN = f"{PREFIX}pin"
 SIGNED = f"{PREFIX}signature"
 SAVING = f"{PREFIX}saving"  # the mark of a save to a bucket that is in progress
 TOMBSTONE = f"{PREFIX}dropped"  # lists the files to delete; in a bucket, a prefix of names
-_POLL_SECONDS, _PATIENCE_SECONDS = 0.2, 60.0  # of waiting for a removal, which takes few requests
+# A removal takes few requests, so waiting for it for a minute is enough.
+_POLL_SECONDS, _PATIENCE_SECONDS = 0.2, 60.0
 
 
 def is_mark(name: str) -> bool:
@@ -35,10 +38,10 @@ def living_marks(store: Store, objects: Iterable[Stored], kind: str, now: float)
 
 
 def list_after_removals(store: Store, mark: str | None) -> list[Stored]:
-    """List all objects of a checkpoint in a bucket, once no removal may have missed `mark`.
+    """Wait for removals that might not have seen `mark`, and list all objects of a checkpoint.
 
-    `mark` is the name of a mark that this process has just put; with None, no removal is waited
-    for. Raises UnreadableError if a removal is not over after a minute.
+    `mark` is the name of a mark that this process has just written in a bucket. With None, no
+    removal is waited for. Raises UnreadableError if a removal is not over after a minute.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:

@@ -17,9 +17,9 @@ def pin(place: Place, reason: str = "") -> None:
     """Exempt the checkpoint at `place` from all retention rules, durably.
 
     `ls` and `prune` show `reason`. Raises NotACheckpointError if no checkpoint is committed at
-    `place`; TargetError or NoSpaceError if the pin cannot be written; UnreadableError if it is
-    unknown whether a removal is in progress, in a bucket. After an error of writing there is no
-    pin.
+    `place`; TargetError or NoSpaceError if the pin cannot be written, and then there is no pin;
+    UnreadableError if the checkpoint is in a bucket and it is unknown whether a removal is in
+    progress.
     """
     store = place.folder
     _check_committed(store)
@@ -51,9 +51,9 @@ def pin_reason(place: Place) -> str | None:
     store = place.folder
     if store.stat(PIN) is None:
         return None
-    facts = read_mark(store, PIN)
-    by_user = f" by {facts['user']}" if facts.get("user") else ""
-    reason = f": {facts['reason']}" if facts.get("reason") else ""
+    content = read_mark(store, PIN)
+    by_user = f" by {content['user']}" if content.get("user") else ""
+    reason = f": {content['reason']}" if content.get("reason") else ""
     return f"pinned{by_user}{reason}"
 
 

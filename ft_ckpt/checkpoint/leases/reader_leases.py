@@ -29,9 +29,10 @@ from ft_ckpt.storage.places import Place
 def hold_lease(place: Place) -> Iterator[str | None]:
     """Protect the checkpoint at `place` from deletion while the block runs.
 
-    Read the manifest inside the block, once. There is no lease without a manifest, nor in a folder
-    that cannot be written, because nothing can be deleted in it either. In a bucket `place` must be
-    a checkpoint. Yields the name of the lease, for `list_after_removals`, or None without a lease.
+    Read the manifest inside the block, once. In a bucket `place` must be a checkpoint. Yields the
+    name of the lease, for `list_after_removals`. Yields None if there is no lease: because there is
+    no manifest, or because the folder cannot be written, so that nothing can be deleted in it
+    either.
     """
     store = place.folder
     if store.local_folder is None:
@@ -126,5 +127,5 @@ def _lease_files(folder: Path) -> list[Path]:
 
 
 def _has_expired(file: Path) -> bool:
-    facts = read_mark(LocalStore(file.parent), file.name)
-    return has_ended(file, facts, DISK_STALE_SECONDS)
+    content = read_mark(LocalStore(file.parent), file.name)
+    return has_ended(file, content, DISK_STALE_SECONDS)

@@ -27,8 +27,8 @@ class SaveMark(ExclusiveLease):
     cleared: bool = False
 
     @property
-    def facts(self) -> dict[str, Any]:
-        return {**super().facts, "run_id": self.run_id, "cleared": self.cleared}
+    def content(self) -> dict[str, Any]:
+        return {**super().content, "run_id": self.run_id, "cleared": self.cleared}
 
     def take(self) -> None:
         """Put the mark, which may replace the mark of a dead save or of a save of this run.
@@ -43,7 +43,10 @@ class SaveMark(ExclusiveLease):
         self.begin()
 
     def declare_clear(self) -> None:
-        """Record that the folder has files of saves alone, for the cleanup after a crash."""
+        """Record that all files in the folder belong to saves.
+
+        After a crash the cleanup may then delete them.
+        """
         if not self.cleared:
             self.cleared = True
             self.put()
@@ -57,14 +60,14 @@ class SaveMark(ExclusiveLease):
             )
 
     def _take_over(self) -> None:
-        facts = read_mark(self.store, SAVING)
-        is_of_this_run = self.run_id is not None and facts.get("run_id") == self.run_id
+        content = read_mark(self.store, SAVING)
+        is_of_this_run = self.run_id is not None and content.get("run_id") == self.run_id
         if not is_of_this_run and self._is_other_alive():
             raise TargetError(
                 f"{self.store.url}: {mark_holder(self.store, SAVING)} is saving there, or was "
                 "killed less than ten minutes ago; use another name, or try again then"
             )
-        self.cleared = bool(facts.get("cleared"))
+        self.cleared = bool(content.get("cleared"))
         self.put()
         self.check()
 

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: its records and their JSON form.
+"""The manifest of a checkpoint: its records, their JSON text, and the checks of a text that is read.
 
-A checkpoint folder is committed if and only if `ft_ckpt.json` (MANIFEST_NAME) is in it. Everything
-in this module is frozen data, without access to disk or torch.
+A folder is a committed checkpoint if and only if the manifest, `ft_ckpt.json`, is in it. A part is
+one saved model or state of a checkpoint, for example the policy, the value head, an adapter or the
+training state. The records are frozen, and nothing here reads a disk or imports torch.
 """
 
 import json
@@ -17,38 +18,44 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.errors import ManifestError, listing, shown
-from ft_ckpt.formats import TensorRecord
+from ft_ckpt.formats import TensorRecord, ceil_div
 from ft_ckpt.messages import short_repr, without_secrets
 from ft_ckpt.schema import FieldError, Whole, as_record, values_of
 from ft_ckpt.storage import is_inside
 from ft_ckpt.storage.digests import FileRecord, digest_of_bytes
 
-# Names of weight files that diffusers reads, without ending and shard number; all other libraries
+# Names of the weight files that diffusers reads, without ending and shard number. Other libraries
 # read other names.
 DIFFUSERS_MODEL_FILE = "diffusion_pytorch_model"
 DIFFUSERS_LORA_FILE = "pytorch_lora_weights"
 MANIFEST_NAME = "ft_ckpt.json"
-FORMAT_VERSION = 1  # increased when an older reader could misread a newer manifest
-MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
-_OF_COMMITS = ("files", "token")  # fields that depend on the commit, not only on the content
+# The version is increased when an older reader could misread a newer manifest.
+FORMAT_VERSION = 1
+MANIFEST_LIMIT_BYTES = 256 << 20  # enough for a million tensors
+# These fields depend on the commit, so they differ between copies of one checkpoint.
+_COMMIT_FIELDS = ("files", "token")
 _DELTA_FIELDS = {"base", "base_content", "content"}
-_MAX_RANKS = 1 << 17  # of one file: a check needs a digest state for each rank that wrote it
-_INDEX = re.compile(r"[0-9]{1,19}")
+# A check keeps one digest state for each rank that wrote the file, so their number is limited.
+_MAX_WRITERS = 1 << 17
+_ELEMENT_INDEX = re.compile(r"[0-9]{1,19}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """The model an adapter was trained on."""
+    """The model that an adapter was trained on."""
 
-    id: str | None  # name or path given to from_pretrained; None when the base was built in memory
+    # name or path given to from_pretrained; None if the base was built in memory
+    id: str | None
     revision: str | None
     dtype: str
     config_hash: str
-    fingerprint: Mapping[str, Any]  # sampled elements, see `model.base_model`
-    class_name: str = ""  # its class in training; "" in manifests of earlier versions
-    # where its config differs from its files, see `base_class`
+    # tensor -> sampled elements by flat index, such as {"12": 0.5}; see `model.base_model`
+    fingerprint: Mapping[str, Any]
+    # class of the model in training; "" in manifests of earlier versions
+    class_name: str = ""
+    # settings in which the model in training differs from its files, see `base_class`
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -59,23 +66,30 @@ PART_KINDS = ("model", "adapter", "module", "state")
 class PartRecord:
     """A model, an adapter, a plain module or the training state, in a folder of its own."""
 
-    name: str  # "" for the whole model, an attribute path such as "policy", or an adapter's name
-    path: str  # folder relative to the checkpoint, "" for the checkpoint folder itself
-    kind: str  # one of PART_KINDS
-    format: str  # a name of `formats.registry`, such as "safetensors"
+    # "" for the whole model, an attribute path such as "policy", or an adapter's name
+    name: str
+    # folder relative to the checkpoint; "" for the checkpoint folder itself
+    path: str
+    # one of PART_KINDS
+    kind: str
+    # a name of `formats.registry`, such as "safetensors"
+    format: str
     class_name: str
     tensors: tuple[TensorRecord, ...]
-    # groups of stored or dropped names that are one tensor, kept name first
+    # Each group has the names of one tied tensor. Its first name is the stored one.
     ties: tuple[tuple[str, ...], ...] = ()
-    trainable: tuple[str, ...] = ()  # stored names that required a gradient
+    # stored names of the tensors that required a gradient
+    trainable: tuple[str, ...] = ()
     adapter: str | None = None
-    active: bool = False  # this adapter was active when saved
+    # whether the adapter was active during the save
+    active: bool = False
     base: BaseRecord | None = None
-    casts: Mapping[str, int] = field(default_factory=dict)  # "float32->bfloat16": number of tensors
+    # number of tensors by cast, such as {"float32->bfloat16": 12}
+    casts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_of_diffusers(self) -> bool:
-        """Whether its weight files have the names that diffusers reads."""
+        """Whether the weight files have the names that diffusers reads."""
         stems = (DIFFUSERS_MODEL_FILE, DIFFUSERS_LORA_FILE)
         return any(PurePosixPath(tensor.file).name.startswith(stems) for tensor in self.tensors)
 
@@ -86,52 +100,37 @@ class Manifest:
 
     parts: tuple[PartRecord, ...]
     files: tuple[FileRecord, ...]
-    kind: str  # "full" | "adapter" | "attribute" | "state" | "delta"
-    created: str  # ISO 8601, UTC
+    # "full", "adapter", "attribute", "state" or "delta"
+    kind: str
+    # time of the save in ISO 8601, UTC
+    created: str
     step: Whole | None = None
     # Integers stay integers, so that a manifest that is read and written again has the same text.
     # In JSON, numbers that are not finite are text.
     metrics: Mapping[str, int | float] = field(default_factory=dict)
-    world: Mapping[str, Any] = field(default_factory=dict)  # {"size": 2, "engine": "fsdp2", ...}
+    # the ranks of the save, such as {"size": 2, "engine": "fsdp2"}
+    world: Mapping[str, Any] = field(default_factory=dict)
+    # library -> version
     versions: Mapping[str, str] = field(default_factory=dict)
-    # groups of "part:name in its module" that were one tensor across parts
+    # Each group names one tensor that several parts share, as "part:name in its module".
     shared: tuple[tuple[str, ...], ...] = ()
-    notes: tuple[str, ...] = ()  # decisions of the saver that matter to readers
+    # messages about decisions of the saver that matter to readers
+    notes: tuple[str, ...] = ()
     run_id: str | None = None
     # metric -> "min" or "max", as the run ranks it
     rankings: Mapping[str, str] = field(default_factory=dict)
-    # weights saved among the checkpoints of a run: retention never deletes them
+    # whether these are exported weights among the checkpoints of a run; retention keeps them
     export: bool = False
-    # without a step: one more than the largest in the same folder, since clocks may go back
+    # A save without a step has a number, one more than the largest in its folder. Numbers order
+    # such saves, because clocks may go back.
     number: int | None = None
-    # names of the checkpoints that the weights were computed from: an average, a merge
+    # names of the checkpoints from which the weights were averaged or merged
     made_from: tuple[str, ...] = ()
-    # of a delta: its base and contents, see `extensions.rl.deltas.chains`
+    # A delta names its base and digests here, see `extensions.rl.deltas.chains`.
     delta: Mapping[str, str] = field(default_factory=dict)
-    # in a bucket, unique for each save: concurrent saves never write equal manifests
+    # A save to a bucket has a unique token, so that concurrent saves never write equal manifests.
     token: str | None = None
     format_version: int = FORMAT_VERSION
-
-
-def parse_time(created: str) -> datetime | None:
-    """Parse an ISO 8601 time, which is UTC if it has no zone; return None if it is invalid."""
-    try:
-        then = datetime.fromisoformat(created.replace("Z", "+00:00"))
-        return then.astimezone(timezone.utc) if then.tzinfo else then.replace(tzinfo=timezone.utc)
-    except (OverflowError, ValueError):  # also for years that datetime does not support
-        return None
-
-
-def age_of(created: str) -> str:
-    """Return the age of an ISO 8601 time in its largest unit, as "22 s"; "" for other text."""
-    then = parse_time(created)
-    if then is None:
-        return ""
-    seconds = max(0, (datetime.now(timezone.utc) - then).total_seconds())
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def manifest_to_json(manifest: Manifest) -> str:
@@ -139,23 +138,17 @@ def manifest_to_json(manifest: Manifest) -> str:
 
     The field "digest" is the digest of the text without the line of that field.
     """
-    plain = {
-        key: value for key, value in values_of(manifest).items() if key not in ("parts", "files")
-    }
-    plain = {key: value for key, value in plain.items() if value or key not in ("delta", "token")}
-    plain["notes"] = [without_secrets(note) for note in manifest.notes]
-    plain["metrics"] = {
-        name: value if math.isfinite(value) else str(value)
-        for name, value in plain["metrics"].items()
-    }
-    lines = [f"  {_json_text(key)}: {_json_text(value)}," for key, value in plain.items()]
-    kept = [_values_of_file(file) for file in manifest.files]
-    lines.append(
-        '  "files": [\n' + ",\n".join(f"    {_json_text(record)}" for record in kept) + "\n  ],"
-    )
-    lines.append(
-        '  "parts": [\n' + ",\n".join(_part_json(part) for part in manifest.parts) + "\n  ]"
-    )
+    lines = []
+    for name, value in values_of(manifest).items():
+        if name in ("parts", "files"):  # these come last, with one record per line
+            continue
+        if name in ("delta", "token") and not value:  # most manifests have neither
+            continue
+        lines.append(_field_line(name, value))
+    files = ",\n".join(f"    {_json_text(_values_of_file(file))}" for file in manifest.files)
+    lines.append(f'  "files": [\n{files}\n  ],')
+    parts = ",\n".join(_part_json(part) for part in manifest.parts)
+    lines.append(f'  "parts": [\n{parts}\n  ]')
     body = "\n".join(lines) + "\n}\n"
     return "{\n" + _digest_line(_text_digest("{\n" + body)) + body
 
@@ -187,26 +180,81 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
 
 def content_identity(manifest: Manifest) -> str:
     """Return a digest that all copies of a checkpoint share."""
-    facts = values_of(manifest)
-    for name in _OF_COMMITS:
-        del facts[name]
+    values = values_of(manifest)
+    for name in _COMMIT_FIELDS:
+        del values[name]
     files = [(file.path, file.digest, file.size_bytes) for file in manifest.files]
-    return digest_of_bytes(repr((facts, files)).encode())
+    return digest_of_bytes(repr((values, files)).encode())
+
+
+def check_paths(manifest: Manifest, source: str) -> None:
+    """Raise ManifestError naming every path of the manifest that leads out of its folder.
+
+    `source` names the manifest in the error.
+    """
+    paths = {file.path for file in manifest.files}
+    paths.update(part.path for part in manifest.parts if part.path)
+    for part in manifest.parts:
+        paths.update(tensor.file for tensor in part.tensors)
+    unsafe = [path for path in paths if not is_inside(path)]
+    if unsafe:
+        raise ManifestError(
+            f"{source}: {listing(sorted(map(repr, unsafe)))}: a path in a manifest must be "
+            "relative, with forward slashes and without '..'; do not use this checkpoint"
+        )
+
+
+def parse_time(created: str) -> datetime | None:
+    """Parse an ISO 8601 time, which is UTC if it has no zone; return None if it is invalid."""
+    try:
+        time = datetime.fromisoformat(created.replace("Z", "+00:00"))
+        return time.astimezone(timezone.utc) if time.tzinfo else time.replace(tzinfo=timezone.utc)
+    except (OverflowError, ValueError):  # also for years that datetime does not support
+        return None
+
+
+def age_of(created: str) -> str:
+    """Return the age of an ISO 8601 time in its largest unit, such as "22 s".
+
+    Return "" for other text.
+    """
+    time = parse_time(created)
+    if time is None:
+        return ""
+    seconds = max(0, (datetime.now(timezone.utc) - time).total_seconds())
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _field_line(name: str, value: Any) -> str:
+    """Return the line of one field; no secret is written, and only finite numbers are numbers."""
+    if name == "notes":
+        value = [without_secrets(note) for note in value]
+    elif name == "metrics":
+        value = {
+            metric: number if math.isfinite(number) else str(number)
+            for metric, number in value.items()
+        }
+    return f"  {_json_text(name)}: {_json_text(value)},"
 
 
 def _part_json(part: PartRecord) -> str:
-    facts = values_of(part)
-    del facts["tensors"]
+    """Return the fields of a part in one line, and each of its tensors in a line below it."""
+    values = values_of(part)
+    del values["tensors"]
     if part.base is not None:
-        base_id = part.base.id and without_secrets(part.base.id)
-        facts["base"] = {**values_of(part.base), "id": base_id}
-    fields_text = "".join(f"{_json_text(key)}: {_json_text(facts[key])}, " for key in facts)
+        values["base"] = values_of(part.base)
+        if part.base.id is not None:
+            values["base"]["id"] = without_secrets(part.base.id)
+    fields_text = "".join(f"{_json_text(key)}: {_json_text(values[key])}, " for key in values)
     tensors = ",\n".join("      " + _json_text(values_of(tensor)) for tensor in part.tensors)
     return f'    {{{fields_text}"tensors": [\n{tensors}\n    ]}}'
 
 
 def _values_of_file(file: FileRecord) -> dict[str, Any]:
-    """Return the fields of a record, without an etag or a SHA-256 that is None."""
+    """Return the fields of a record. An etag or a SHA-256 that is None is left out."""
     values = values_of(file)
     for name in ("etag", "sha256"):
         if values[name] is None:
@@ -233,7 +281,8 @@ def _digest_line(digest: str) -> str:
 def _metrics_of(stored: Any) -> Any:
     """Convert stored metrics to numbers.
 
-    NaN and infinities are stored as text. ft_ckpt 0.1.0 did not refuse other values.
+    NaN and infinities are stored as text. Values that are no numbers become NaN, because
+    ft_ckpt 0.1.0 did not refuse them.
     """
     if type(stored) is not dict:
         return stored
@@ -268,9 +317,10 @@ def _parse_document(text: str, source: str) -> dict[str, Any]:
 
 
 def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
-    """Compare a manifest with its digest.
+    """Raise ManifestError if the text differs from its digest.
 
-    A manifest without a digest is by ft_ckpt 0.1.0, and must have no undeclared fields.
+    A manifest without a digest was written by ft_ckpt 0.1.0, so it must have no other fields than
+    those of `Manifest`.
     """
     expected = document.get("digest")
     if "digest" in document:
@@ -297,11 +347,11 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
         if count > 1:
             yield f"{path!r}: listed more than once"
     for file in manifest.files:
-        if file.ranks > _MAX_RANKS:
-            yield f"{file.path!r}: written by {file.ranks} ranks, expected at most {_MAX_RANKS}"
+        if file.ranks > _MAX_WRITERS:
+            yield f"{file.path!r}: written by {file.ranks} ranks, expected at most {_MAX_WRITERS}"
         elif file.sha256 is not None and not _SHA256.fullmatch(file.sha256):
             yield f"{file.path!r}: sha256 {short_repr(file.sha256)}, expected 64 hex digits"
-        elif not _are_in_order(file):
+        elif not _are_valid_cuts(file):
             yield f"{file.path!r}: cuts that are not in order, inside of the file and of its ranks"
     if manifest.delta and not _is_delta_record(manifest.delta):
         yield f"delta: {dict(manifest.delta)}, expected the name of its base and two digests"
@@ -332,35 +382,24 @@ def _are_samples(samples: Any) -> bool:
     if type(samples) is not dict:
         return False
     return all(
-        _INDEX.fullmatch(index) and type(number) in (int, float)
+        _ELEMENT_INDEX.fullmatch(index) and type(number) in (int, float)
         for index, number in samples.items()
     )
 
 
-def _are_in_order(file: FileRecord) -> bool:
+def _are_valid_cuts(file: FileRecord) -> bool:
+    """Check that the cuts of a file are in order, in the file, and written by its ranks.
+
+    The first chunk of a cut has `lead` bytes, and each later chunk, by the next rank, up to `chunk`
+    bytes. For example, 10 bytes with lead 2 and chunk 4 are written by three ranks.
+    """
     position = 0
     for cut in file.cuts:
         if not position <= cut.start <= cut.stop <= file.size_bytes:
             return False
-        further_ranks = -(-max(0, cut.stop - cut.start - cut.lead) // cut.chunk)
-        if cut.owner + further_ranks >= file.ranks:
+        bytes_after_lead = max(0, cut.stop - cut.start - cut.lead)
+        last_rank = cut.owner + ceil_div(bytes_after_lead, cut.chunk)
+        if last_rank >= file.ranks:
             return False
         position = cut.stop
     return True
-
-
-def check_paths(manifest: Manifest, source: str) -> None:
-    """Raise ManifestError naming every path of the manifest that leads out of its folder.
-
-    `source` names the manifest in the error.
-    """
-    paths = {file.path for file in manifest.files}
-    paths.update(part.path for part in manifest.parts if part.path)
-    for part in manifest.parts:
-        paths.update(tensor.file for tensor in part.tensors)
-    unsafe = [path for path in paths if not is_inside(path)]
-    if unsafe:
-        raise ManifestError(
-            f"{source}: {listing(sorted(map(repr, unsafe)))}: a path in a manifest must be "
-            "relative, with forward slashes and without '..'; do not use this checkpoint"
-        )

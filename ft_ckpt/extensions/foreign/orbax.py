@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, listing, shown
-from ft_ckpt.formats import ITEM_BYTES, Spec, dtype_of
+from ft_ckpt.formats import ITEM_BYTES, Spec, ceil_div, dtype_of
 from ft_ckpt.formats.files import FREE_BYTES, TensorFile
 from ft_ckpt.messages import install_hint
 from ft_ckpt.storage import is_inside, read_text
@@ -76,7 +76,7 @@ class OrbaxFile(TensorFile):
             return torch.empty(0, dtype=dtype, device="cpu")
         row = math.prod(spec.shape[1:])
         first = start // row
-        last = -(-stop // row)
+        last = ceil_div(stop, row)
         rows = self.arrays[name][first:last] if spec.shape else self.arrays[name]
         try:
             values = np.ascontiguousarray(rows.read().result()).reshape(-1)
@@ -166,7 +166,7 @@ def _check_chunks(
     wrong, missing = [], []
     for name, array in arrays.items():
         shape, steps = array.shape, array.chunk_layout.write_chunk.shape or ()
-        grid = tuple(-(-size // step) for size, step in zip(shape, steps, strict=True))
+        grid = tuple(ceil_div(size, step) for size, step in zip(shape, steps, strict=True))
         count = math.prod(grid)
         keys = [key for key in listed[name].result() if not _is_description(key)]
         places = {_chunk_place(key, grid) for key in keys}

@@ -27,7 +27,7 @@ from ft_ckpt.errors import (
     listing,
     shown,
 )
-from ft_ckpt.formats import ReadRange, Spec, dtype_of
+from ft_ckpt.formats import ReadRange, Spec, ceil_div, dtype_of
 from ft_ckpt.formats.files import StoredTensor, TensorFile, TensorView
 from ft_ckpt.messages import install_hint
 from ft_ckpt.storage import Store, is_inside, read_text
@@ -129,7 +129,8 @@ class TensorFlowFile(TensorFile):
                 self._whole = (name, self._restore_tensor(spec, ""))
             return self._whole[1][start:stop]
         row = math.prod(spec.shape[1:])
-        first, last = start // row, -(-stop // row)
+        first = start // row
+        last = ceil_div(stop, row)
         rows = self._restore_tensor(spec, _slice_text(spec.shape, first, last))
         return rows[start - first * row : stop - first * row]
 

@@ -1,8 +1,8 @@
 """Writes compressed HDF5 files: gzip, which every reader of HDF5 has, in chunks of about 1 MiB.
 
-h5py writes the file, and in it each chunk as a thread has compressed it. The file is a checkpoint
-of Cerebras's format with an index, as one that is not compressed is; the HDF5 library knows where
-the chunks lie.
+Threads compress the chunks, and h5py writes them. Like an uncompressed file, the file is a
+checkpoint of Cerebras's format with an index. The offsets of the chunks are in the metadata of
+HDF5, not in the index.
 """
 
 import math
@@ -32,7 +32,7 @@ from ft_ckpt.extensions.hdf5.hdf5_skeleton import (
     encoded_path,
     hdf5_type,
 )
-from ft_ckpt.formats import Spec
+from ft_ckpt.formats import Spec, ceil_div
 from ft_ckpt.formats.index import (
     FOOTER_BYTES,
     NO_DIGEST,
@@ -93,7 +93,9 @@ def _index_without_digests(root: Node, leaves: Sequence[Spec], names: Sequence[s
 def _chunk_shape(dataset: Dataset) -> tuple[int, ...]:
     """Return the shape of a chunk, or () for a dataset that stays uncompressed.
 
-    One dimension is cut, those before it into single elements; those after it are whole.
+    A chunk has at most 1 MiB. One dimension is cut into ranges. The dimensions before it are cut
+    into single elements, and those after it are not cut. For example, a float32 tensor of shape
+    (4, 1024, 1024) has chunks of shape (1, 256, 1024).
     """
     size_bytes = dataset_bytes(dataset)
     if not dataset.shape or size_bytes < _MIN_BYTES:
@@ -117,7 +119,7 @@ def _max_bytes(datasets: Sequence[Dataset], attributes: Mapping[str, Attribute])
         total += dataset_bytes(dataset)
         if dataset.chunk and dataset.shape:
             pairs = zip(dataset.shape, dataset.chunk, strict=True)
-            chunk_count = math.prod(-(-size // step) for size, step in pairs)
+            chunk_count = math.prod(ceil_div(size, step) for size, step in pairs)
             total += _CHUNK_METADATA_BYTES * chunk_count
     return total
 
@@ -128,9 +130,9 @@ def _write_leaves(
     values_of: Callable[[int], Bytes],
     check: Callable[[], None],
 ) -> list[bytes]:
-    """Write the values of all leaves, compressed by several threads; returns their digests.
+    """Write the values of all leaves, compressed by several threads, and return their digests.
 
-    `check` raises the error of a write.
+    `values_of` returns the bytes of a leaf by number. `check` raises the error of an earlier write.
     """
     digests = []
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
@@ -166,7 +168,10 @@ def _write_values(library: Any, dataset: Dataset, values: Bytes) -> None:
 
 
 def _chunks(dataset: Dataset, values: Bytes) -> Iterator[tuple[tuple[int, ...], Bytes]]:
-    """Yield the first index of each chunk, and its elements; their bytes are the last dimension."""
+    """Yield the first index of each chunk, and its elements.
+
+    The last dimension of the elements are the bytes of one element.
+    """
     shape = dataset.shape or ()
     elements = values.reshape(*shape, -1)
     steps = [range(0, size, step) for size, step in zip(shape, dataset.chunk, strict=True)]

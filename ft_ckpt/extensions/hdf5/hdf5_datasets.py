@@ -17,6 +17,7 @@ import numpy as np
 
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.extensions.hdf5.cerebras_types import EMULATED_TYPES, STORABLE_DTYPES
+from ft_ckpt.formats import ceil_div
 from ft_ckpt.formats.files import FREE_BYTES, RawFile
 from ft_ckpt.messages import install_hint, printable
 
@@ -120,7 +121,8 @@ class ForeignDataset:
         row = math.prod(shape[1:])
         if not shape or not row:
             return self._read_rows(None, None, self.element_count)[start:stop]
-        first, last = start // row, -(-stop // row)
+        first = start // row
+        last = ceil_div(stop, row)
         step = max(1, _PART_BYTES // max(1, row * self.dtype.itemsize))
         if self.handle.chunks is not None:
             step += -step % self.handle.chunks[0]  # chunks are decompressed as a whole

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.formats.layout import ceil_div
 from ft_ckpt.storage import Readable, read_range
 from ft_ckpt.storage.io import MappedBytes, is_cold, read_whole
 
@@ -191,7 +192,7 @@ class CachedObject:
         if len(memory) > _BLOCK_BYTES or end > self.size_bytes:
             self.inner.read_into(memory, start)
             return
-        for number in range(start // _BLOCK_BYTES, -(-end // _BLOCK_BYTES)):
+        for number in range(start // _BLOCK_BYTES, ceil_div(end, _BLOCK_BYTES)):
             block_start = number * _BLOCK_BYTES
             low, high = max(start, block_start), min(end, block_start + _BLOCK_BYTES)
             block = self._block(number)

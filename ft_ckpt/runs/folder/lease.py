@@ -76,9 +76,9 @@ class RunLease(ExclusiveLease):
     _renewals_done: int = 0
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         return {
-            **super().facts,
+            **super().content,
             "renewals": self._renewals_done,  # so that each renewal changes the mark
             "held_seconds": round(time.monotonic() - self._began_at, 1),
             "renewed": steady_seconds(),

@@ -52,7 +52,7 @@ class _SessionLease(ExclusiveLease):
     session: Session
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         return asdict(self.session)
 
 
