@@ -1,9 +1,9 @@
 """Opens one checkpoint, so that readers see one save even if it is replaced meanwhile.
 
 On a disk a reader has a descriptor of the folder (see `open_folder`) and a lease. An overwrite
-moves the old checkpoint aside, and it is deleted when the last lease ends, so that no save waits
-for a reader. A checkpoint in a bucket is listed: each object is read in the listed version, or not
-at all.
+moves the old checkpoint aside. It is deleted when the last lease ends, so no save waits for a
+reader. A checkpoint in a bucket is listed once, and each object is read in the listed version or
+not at all.
 """
 
 import hashlib
@@ -47,7 +47,8 @@ from ft_ckpt.storage.digests import digest_problems
 from ft_ckpt.storage.local import LocalStore, folder_of, temporary_store
 from ft_ckpt.storage.places import ListedStore, Place
 
-_MAX_LISTINGS = 10  # of a checkpoint that saves replace meanwhile
+# A bucket is listed again as long as saves replace the checkpoint, but not more often.
+_MAX_LISTINGS = 10
 _REPLACED = "replaced while it was read"
 
 
@@ -55,9 +56,12 @@ _REPLACED = "replaced while it was read"
 class OpenCheckpoint:
     """An open checkpoint: its files are read in `store`, which shows `place` in messages."""
 
-    place: Place  # at which the checkpoint was opened
-    store: Store  # the files, by their paths in the checkpoint
-    manifest: Manifest  # with the records of the model cards as they are now
+    # the place at which the checkpoint was opened
+    place: Place
+    # the files, by their paths in the checkpoint
+    store: Store
+    # The records of model cards in it are those of the cards as they are now.
+    manifest: Manifest
     # digest of the manifest's text, equal on all ranks that have opened the same checkpoint
     identity: str
     # closes the resources of the checkpoint
@@ -136,10 +140,10 @@ class OpenCheckpoint:
         raise CorruptError(f"{text}; use another checkpoint")
 
     def _is_replaced(self) -> bool:
-        """Check whether its place on a disk has the manifest of another save now, or none.
+        """Check whether the place on a disk now has the manifest of another save, or none.
 
-        The texts are compared, because some clients of network file systems number paths, not
-        files.
+        The texts are compared, not the inode numbers, because some clients of network file systems
+        number paths, not files.
         """
         if not self.is_local:
             return False

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 Ties = Mapping[str, str]  # alias of a tensor -> its stored name
 Metadata = Mapping[str, str]
-ReadRange = Callable[
-    [str, int, int], "Tensor"
-]  # flat elements [start, stop) of the tensor of that name
+# (name, start, stop) -> flat elements [start, stop) of the tensor of that name
+ReadRange = Callable[[str, int, int], "Tensor"]
 
 
 class LaidOutObjects(ABC):
@@ -104,24 +103,33 @@ class TensorFormat(ABC):
     """
 
     name: str
-    # of its files; the first is used for writing; empty: a folder of files
+    # Suffixes of its files, the first for writing. A format of folders has none.
     suffixes: tuple[str, ...] = ()
     # file names of a model's weights in a folder, without suffix; the first is used for writing
     model_stems: tuple[str, ...] = ("model",)
-    # of a link to each of its files, which is valid in another format too; empty: none
+    # A file that is valid in another format too gets a link with this suffix, unless it is "".
     link_suffix = ""
 
-    serves_checkpoints = False  # a saver can write it: a CheckpointFormat
-    is_written = False  # tensors can be converted to it
-    why_read_only = ""  # what to do instead of writing it, as the end of an error
-    # only a header and tensors: ranks can write one file together, checkpoints can share it
+    # whether a saver can write it; such a format is a CheckpointFormat
+    serves_checkpoints = False
+    # whether tensors can be converted to it
+    is_written = False
+    # end of an error: what to do instead of writing it
+    why_read_only = ""
+    # Whether a file is only a header and tensors. Then ranks can write one file together, and
+    # checkpoints can share it.
     is_plain = False
-    holds_aliases = False  # a tied tensor is in the file under each of its names
-    read_by_transformers = False  # and by PEFT
-    compressions: tuple[str, ...] = ()  # of its files
+    # whether a tied tensor is in the file under each of its names
+    holds_aliases = False
+    # whether transformers and PEFT read it
+    read_by_transformers = False
+    # names of the compressions that its files can have
+    compressions: tuple[str, ...] = ()
 
-    objects: LaidOutObjects | LibraryObjects | None = None  # None: tensors only
-    folder_writer: FolderWriter | None = None  # for a format whose checkpoints are folders
+    # how it stores objects; None if it stores tensors only
+    objects: LaidOutObjects | LibraryObjects | None = None
+    # the writer of a format whose checkpoints are folders
+    folder_writer: FolderWriter | None = None
 
     @abstractmethod
     def recognises(self, file: "RawFile") -> bool:

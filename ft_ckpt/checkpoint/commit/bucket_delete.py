@@ -1,18 +1,19 @@
 """Deletes checkpoints, training states and the leftovers of killed saves in a bucket.
 
-A bucket has neither renames nor locks, so each removal has five steps, and may be interrupted
-between any two:
+A bucket has neither renames nor locks. So each removal has five steps, and it may be interrupted
+between any two of them:
 
-    put a tombstone     a mark, see `marks`, that lists the files to delete
-    list the folder     and give way to other marks, by deleting only the tombstone
-    the manifest        is deleted or replaced: after this no manifest lists the files to delete
-    delete the rest     in bulk
-    delete the tombstone
+    1. write a tombstone            a mark, see `marks`, that lists the files to delete
+    2. list the folder              if there are other marks, delete the tombstone and give up
+    3. delete or replace the        now no manifest lists the files to delete
+       manifest
+    4. delete the files             in bulk
+    5. delete the tombstone
 
-The tombstone of a dead process defines the remaining work: delete the files that the tombstone
-lists and the manifest, if there is one, does not. If the manifest is the old one, there are no such
-files. Files that no manifest listed stay, except the files of a dead save whose mark records that
-all files in the folder belong to saves ("cleared").
+If the process dies, its tombstone says what remains: delete the files that the tombstone lists and
+the manifest does not. As long as step 3 is not done, there are no such files. Files that no
+manifest listed stay. The files of a dead save are an exception, if its mark records that all files
+in the folder belong to saves ("cleared").
 """
 
 import time
@@ -48,7 +49,8 @@ from ft_ckpt.checkpoint.manifest import (
 from ft_ckpt.storage import ABANDONED_SECONDS, PREFIX, Store, Stored
 from ft_ckpt.storage.places import Place
 
-Listed = Mapping[str, Stored]  # objects of a checkpoint's folder, by name
+# the objects of a checkpoint's folder by name
+Listed = Mapping[str, Stored]
 
 
 def drop_from_bucket(store: Store) -> Removal:
@@ -59,9 +61,9 @@ def drop_from_bucket(store: Store) -> Removal:
     version = manifest_version(store)
     if version is None:  # deleted by another process
         return Removal(store.url)
-    doomed = manifest_files(store, MANIFEST_NAME)
+    to_delete = manifest_files(store, MANIFEST_NAME)
     delete_manifest = partial(store.delete, [MANIFEST_NAME])
-    removal = _remove_files(store, doomed, version, delete_manifest, spent=None)
+    removal = _remove_files(store, to_delete, version, delete_manifest, dead_marks=None)
     return replace(removal, dropped=not removal.why)
 
 
@@ -74,11 +76,13 @@ def strip_in_bucket(store: Store) -> Removal:
     if version is None:
         return Removal(store.url)
     manifest = load_manifest(store)
-    bare = without_state(manifest)
-    doomed = {file.path for file in manifest.files} - {file.path for file in bare.files}
-    text = manifest_to_json(bare).encode()
+    stateless_manifest = without_state(manifest)
+    to_delete = {file.path for file in manifest.files} - {
+        file.path for file in stateless_manifest.files
+    }
+    text = manifest_to_json(stateless_manifest).encode()
     replace_manifest = partial(store.write, MANIFEST_NAME, text)
-    removal = _remove_files(store, doomed, version, replace_manifest)
+    removal = _remove_files(store, to_delete, version, replace_manifest)
     return replace(removal, stripped=not removal.why, left=())
 
 
@@ -89,43 +93,46 @@ def recover_in_bucket(store: Store, listed: Listed, now: float) -> Removal | Non
     mark is "cleared". The mark itself is deleted a day after its last renewal, because a process
     that seemed dead may write again; the mark of a committed save is deleted at once.
     """
-    committed, saving = listed.get(MANIFEST_NAME), listed.get(SAVING)
+    committed = listed.get(MANIFEST_NAME)
+    saving = listed.get(SAVING)
     if committed and saving and clear_spent_mark(store):
         saving = None
         listed = {name: stored for name, stored in listed.items() if name != SAVING}
-    spent = _spent_marks(store, listed, now)
+    dead_marks = _dead_marks(store, listed, now)
     if committed or saving:
-        # these outlive their process
-        spent = {name for name in spent if not name.startswith((PIN, SIGNED, METRIC))}
-    doomed: set[str] = set()
-    for name in spent:
+        # pins, signatures and metrics outlive their process
+        dead_marks = {name for name in dead_marks if not name.startswith((PIN, SIGNED, METRIC))}
+    to_delete: set[str] = set()
+    for name in dead_marks:
         if name.startswith(TOMBSTONE):
-            doomed |= manifest_files(store, name)
+            to_delete |= manifest_files(store, name)
     unfinished: set[str] = set()
     is_dead = saving is not None and not committed and not may_live(store, saving, now)
     if is_dead and read_mark(store, SAVING).get("cleared"):
         unfinished = files_of_save(listed)
     if saving and not unfinished and saving.modified < now - ABANDONED_SECONDS:
-        spent.add(SAVING)
-    doomed |= unfinished
-    if committed and doomed:
-        doomed -= manifest_files(store, MANIFEST_NAME)
-    if (doomed | spent).isdisjoint(listed):
+        dead_marks.add(SAVING)
+    to_delete |= unfinished
+    if committed and to_delete:
+        to_delete -= manifest_files(store, MANIFEST_NAME)
+    if (to_delete | dead_marks).isdisjoint(listed):
         return None
-    removal = _remove_files(store, doomed, committed.version if committed else None, spent=spent)
-    is_finished = not removal.why and any(name.startswith(TOMBSTONE) for name in spent)
+    removal = _remove_files(
+        store, to_delete, committed.version if committed else None, dead_marks=dead_marks
+    )
+    is_finished = not removal.why and any(name.startswith(TOMBSTONE) for name in dead_marks)
     if is_finished and not committed:
         return replace(removal, dropped=True)
-    return replace(removal, stripped=is_finished and not doomed.isdisjoint(listed), left=())
+    return replace(removal, stripped=is_finished and not to_delete.isdisjoint(listed), left=())
 
 
-def _spent_marks(store: Store, listed: Listed, now: float) -> set[str]:
+def _dead_marks(store: Store, listed: Listed, now: float) -> set[str]:
     """Return the marks whose processes are dead, except the mark of a save."""
-    spent = set()
+    dead_marks = set()
     for stored in listed.values():
         if is_mark(stored.name) and not may_live(store, stored, now):
-            spent.add(stored.name)
-    return spent - {SAVING}
+            dead_marks.add(stored.name)
+    return dead_marks - {SAVING}
 
 
 def mark_guards(store: Store, listed: Listed, now: float) -> tuple[str, ...]:
@@ -141,33 +148,34 @@ def mark_guards(store: Store, listed: Listed, now: float) -> tuple[str, ...]:
 
 def _remove_files(
     store: Store,
-    doomed: AbstractSet[str],
+    to_delete: AbstractSet[str],
     read_version: str | None,
-    touch: Callable[[], None] | None = None,
+    change_manifest: Callable[[], None] | None = None,
     *,
-    spent: AbstractSet[str] | None = frozenset(),
+    dead_marks: AbstractSet[str] | None = frozenset(),
 ) -> Removal:
     """Take the five steps of a removal.
 
-    `read_version` is the version of the manifest that was read, None without a manifest; `touch`
-    deletes or replaces the manifest. `spent` are marks to delete as well; None stands for all marks
-    except the mark of a save.
+    `read_version` is the version of the manifest that was read, or None without a manifest.
+    `change_manifest` deletes or replaces the manifest. `dead_marks` are deleted too. If it is None,
+    all marks except the mark of a save are deleted.
     """
-    started, tombstone = time.monotonic(), new_mark(f"{TOMBSTONE}-")
-    put_mark(store, tombstone, files=[{"path": path} for path in sorted(doomed)])
+    started = time.monotonic()
+    tombstone = new_mark(f"{TOMBSTONE}-")
+    put_mark(store, tombstone, files=[{"path": path} for path in sorted(to_delete)])
     listed = {stored.name: stored for stored in store.list()}
-    why = _obstacles(store, listed, tombstone, read_version, guarded=touch is not None)
-    # after that time the tombstone may soon expire for other processes
+    why = _obstacles(store, listed, tombstone, read_version, guarded=change_manifest is not None)
+    # If this took long, the tombstone may expire for other processes during the removal.
     if not why and time.monotonic() - started > STALE_SECONDS / 2:
         why = ("its store answers too slowly to delete anything safely",)
     if why:
         store.delete([tombstone])
         return Removal(store.url, why=why)
-    if touch is not None:
-        touch()
+    if change_manifest is not None:
+        change_manifest()
     marks = {name for name in listed if is_mark(name) and name != tombstone}
-    deleted = {name for name in doomed & listed.keys() if not is_mark(name)}
-    deleted_marks = marks - {SAVING} if spent is None else marks & spent
+    deleted = {name for name in to_delete & listed.keys() if not is_mark(name)}
+    deleted_marks = marks - {SAVING} if dead_marks is None else marks & dead_marks
     store.delete(sorted(deleted))
     store.delete([*sorted(deleted_marks), tombstone])
     unlisted = sorted(listed.keys() - deleted - marks - {tombstone, MANIFEST_NAME})
@@ -178,11 +186,12 @@ def _remove_files(
 def _obstacles(
     store: Store, listed: Listed, tombstone: str, read_version: str | None, *, guarded: bool
 ) -> tuple[str, ...]:
-    """Return the reasons to give way.
+    """Return the reasons to give up the removal.
 
-    If `guarded`, pins and leases are reasons: they protect the manifest and the files it lists.
+    Pins and leases are reasons only if `guarded`, because they protect the manifest and its files.
     """
-    mark, manifest = listed.get(tombstone), listed.get(MANIFEST_NAME)
+    mark = listed.get(tombstone)
+    manifest = listed.get(MANIFEST_NAME)
     current_version = manifest.version if manifest else None
     if mark is None or current_version != read_version:
         return ("it was changed while it was to be deleted",)
@@ -202,10 +211,10 @@ def _save_in_progress(store: Store, listed: Listed, now: float) -> tuple[str, ..
 
 
 def files_of_save(listed: Iterable[str]) -> set[str]:
-    """Return the files of a save into a folder that was empty at its start: all except marks.
+    """Return the files of a save into a folder that was empty at its start.
 
-    Return no files if a folder below has a checkpoint or marks, because it is then unknown whose
-    files they are.
+    These are all files except marks. Return no files if a folder below has a checkpoint or marks,
+    because then it is unknown to which save the files belong.
     """
     names = set(listed)
     for name in names:

@@ -1,14 +1,14 @@
 """Commits a save to a disk: a stage folder becomes the whole checkpoint, or nothing changes.
 
-A stage is filled, then sealed: compared with the manifest, which is put into it, and every file and
-folder synced. It is then put in place in one of three ways:
+A stage is filled and then sealed: it is compared with the manifest, gets the manifest, and all its
+files and folders are synced. It is then put in place in one of three ways:
 
     target missing or empty     rename
     target committed            exchange the two folders in one step; the stage then holds the old
                                 checkpoint
-    anything else               move the files: those in the way go into a hidden old folder in the
-                                target, the old manifest first; then the new files come in, the new
-                                manifest last
+    anything else               move the files. First the old manifest and then all files in the way
+                                go into a hidden old folder in the target. Then the new files come
+                                in, the new manifest last.
 
 The third way serves folders that cannot be moved (a mount point, the working directory), file
 systems without exchange, mounted buckets, and folders of foreign files. If it is interrupted, the
@@ -137,7 +137,7 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest, max_mode: int = 
     """
     with explained(target):
         target = real_path(target)
-        # locks the folder that is `target` now, which an exchange moves to the stage's place
+        # The lock is on the folder that is `target` now. An exchange moves it to the stage's path.
         with holding_lock(target):
             try:
                 _seal_and_place(stage, target, manifest, max_mode)
@@ -170,7 +170,7 @@ def discard_stage(stage: Path) -> None:
     name = parse_leftover(stage.name)
     if name is None:
         raise TargetError(f"{stage}: not a stage made by make_stage; nothing was deleted")
-    # for other stages `commit_stage` is finished, and what it has left is for the next save
+    # If the stage is not open, `commit_stage` has ended, and the next save deletes its leftovers.
     if stage in _open_stages:
         target = stage.parent / name.target if name.target else stage.parent
         try:
@@ -264,16 +264,16 @@ def _set_modes(stage: Path, everything: list[Path], target: Path, max_mode: int)
     if replaced_manifest is not None:
         manifest_mode = replaced_manifest.st_mode & max_mode | stat.S_IRUSR
     stats = {path: path.lstat() for path in everything}
-    names_in_stage = Counter(facts.st_ino for facts in stats.values())
-    for path, facts in stats.items():
-        is_folder = stat.S_ISDIR(facts.st_mode)
-        if not is_folder and facts.st_nlink > names_in_stage[facts.st_ino]:
-            continue
+    names_in_stage = Counter(path_stat.st_ino for path_stat in stats.values())
+    for path, path_stat in stats.items():
+        is_folder = stat.S_ISDIR(path_stat.st_mode)
+        if not is_folder and path_stat.st_nlink > names_in_stage[path_stat.st_ino]:
+            continue  # linked to an earlier checkpoint
         replaced = _replaced(target / path.relative_to(stage))
         if replaced is not None and stat.S_ISDIR(replaced.st_mode) == is_folder:
             local_disk.take_mode(path, replaced, max_mode)
         elif is_folder:
-            special_bits = facts.st_mode & 0o7000  # inherited from the folder around it
+            special_bits = path_stat.st_mode & 0o7000  # inherited from the folder around it
             local_disk.set_mode(path, folder_mode(manifest_mode) | special_bits)
         else:
             local_disk.set_mode(path, manifest_mode)
@@ -285,10 +285,10 @@ def _replaced(path: Path) -> os.stat_result | None:
     Return None for a link as well. Raises OSError if the path cannot be read.
     """
     try:
-        facts = path.lstat()
+        path_stat = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return None if stat.S_ISLNK(facts.st_mode) else facts
+    return None if stat.S_ISLNK(path_stat.st_mode) else path_stat
 
 
 def _check_contents(stage: Path, manifest: Manifest) -> None:

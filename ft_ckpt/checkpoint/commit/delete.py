@@ -1,10 +1,10 @@
 """Deletes one checkpoint, or its training state.
 
-A checkpoint is dropped by renaming its manifest to a tombstone: with this step the folder stops
-being a checkpoint, and the files to delete stay on record. Then pins and leases are checked once
-more; if there is one, the manifest is renamed back. Files that the manifest never listed stay.
-Deleting only the training state works the same way, with a new manifest without the state. The
-files in the folder determine the remaining work:
+A checkpoint is deleted by first renaming its manifest to a tombstone. With this step the folder
+stops being a checkpoint, and the files to delete stay on record. Then pins and leases are checked
+once more. If there is one, the manifest is renamed back. Files that the manifest never listed stay.
+Deleting only the training state works the same way, with a new manifest without the state. After an
+interruption the files in the folder determine the remaining work:
 
     a tombstone, no manifest    delete the files of the tombstone, then the tombstone, then the
                                 folder if it is empty
@@ -45,21 +45,32 @@ from ft_ckpt.storage import (
 from ft_ckpt.storage.local import LocalStore, clear_old_drafts
 from ft_ckpt.storage.places import Place
 
-STATE = "state"  # kind of the parts that hold a training state
+# the kind of parts that have a training state
+STATE = "state"
 _NOTE = "the training state was removed when it was no longer to be kept"
-_STAGE, _OLD_FOLDER = f"{PREFIX}stage-", f"{PREFIX}old-"  # folders of a save, see `commit`
+# Names of the folders of a save begin so, see `commit`.
+_STAGE, _OLD_FOLDER = f"{PREFIX}stage-", f"{PREFIX}old-"
 
 
 @dataclass(frozen=True)
 class Removal:
-    """The outcome of deleting a checkpoint or its training state."""
+    """The outcome of deleting a checkpoint or its training state.
+
+    Attributes:
+        path: the location of the checkpoint.
+        why: the reasons why nothing was deleted.
+        dropped: whether the checkpoint was deleted.
+        stripped: whether only the training state was deleted.
+        freed_bytes: the bytes that the deleted files took.
+        left: files that stay in the folder, because no manifest listed them.
+    """
 
     path: Path | str
-    why: tuple[str, ...] = ()  # the reasons why nothing was deleted
+    why: tuple[str, ...] = ()
     dropped: bool = False
     stripped: bool = False
     freed_bytes: int = 0
-    left: tuple[Path | str, ...] = ()  # files in its folder that no manifest listed: these stay
+    left: tuple[Path | str, ...] = ()
 
 
 def delete_checkpoint(path: Path) -> Removal:
@@ -111,7 +122,7 @@ def set_aside(path: Path, manifest: Manifest) -> Path | None:
 
 def finish_deletion(path: Path) -> Removal:
     """Complete the deletion that the tombstone in `path` describes; the call may be repeated."""
-    if _name_of_gone(path):
+    if _name_before_removal(path):
         return _remove_folder(path)
     why = deletion_guards(path)
     if why:
@@ -119,12 +130,12 @@ def finish_deletion(path: Path) -> Removal:
     committed = (path / MANIFEST_NAME).exists()
     store = LocalStore(path)
     # the signature covers the old manifest
-    doomed = {SIGNATURE_NAME, *manifest_files(store, TOMBSTONE)}
+    to_delete = {SIGNATURE_NAME, *manifest_files(store, TOMBSTONE)}
     if committed:
-        doomed -= manifest_files(store, MANIFEST_NAME)
-    freed = releasable_bytes(path, doomed)
-    local_disk.delete_files(doomed, path)
-    local_disk.remove_empty_folders(doomed, path)
+        to_delete -= manifest_files(store, MANIFEST_NAME)
+    freed = releasable_bytes(path, to_delete)
+    local_disk.delete_files(to_delete, path)
+    local_disk.remove_empty_folders(to_delete, path)
     if not committed:
         return dataclasses.replace(_close_folder(path), freed_bytes=freed)
     _unlink_if_there(path / TOMBSTONE)
@@ -141,7 +152,7 @@ def unfinished_deletions(root: Path) -> list[Path]:
     for path in folder_entries(root):
         if path.is_symlink():
             continue
-        if _name_of_gone(path) or (path / TOMBSTONE).is_file():
+        if _name_before_removal(path) or (path / TOMBSTONE).is_file():
             unfinished.append(path)
     return unfinished
 
@@ -214,12 +225,12 @@ def releasable_bytes(path: Path, names: Iterable[str]) -> int:
     Hard links count once, and files that are linked elsewhere do not count.
     """
     stats = local_disk.file_stats(names, path)
-    deleted_links = Counter((facts.st_dev, facts.st_ino) for facts in stats)
-    files = {(facts.st_dev, facts.st_ino): facts for facts in stats}
+    deleted_links = Counter((stat.st_dev, stat.st_ino) for stat in stats)
+    files = {(stat.st_dev, stat.st_ino): stat for stat in stats}
     freed = 0
-    for key, facts in files.items():
-        if facts.st_nlink <= deleted_links[key]:
-            freed += facts.st_size
+    for key, stat in files.items():
+        if stat.st_nlink <= deleted_links[key]:
+            freed += stat.st_size
     return freed
 
 
@@ -272,9 +283,9 @@ def _close_folder(path: Path) -> Removal:
     """Delete the marks of a checkpoint whose files are deleted, and its folder if it is empty."""
     if not _other_files(path):
         # renamed first, so that no empty folder has the checkpoint's name
-        gone = path.with_name(f".{path.name}{TOMBSTONE}")
-        local_disk.move(path, gone)
-        return _remove_folder(gone)
+        renamed = path.with_name(f".{path.name}{TOMBSTONE}")
+        local_disk.move(path, renamed)
+        return _remove_folder(renamed)
     _unlink_if_there(path / TOMBSTONE)
     local_disk.sync_path(path)
     entries = sorted(walk_tree(path))
@@ -282,14 +293,14 @@ def _close_folder(path: Path) -> Removal:
     return Removal(path, dropped=True, left=tuple(unlisted))
 
 
-def _remove_folder(gone: Path) -> Removal:
-    path = gone.with_name(_name_of_gone(gone))
-    if _other_files(gone):  # a file was added at that moment
-        local_disk.move(gone, path)
+def _remove_folder(renamed: Path) -> Removal:
+    path = renamed.with_name(_name_before_removal(renamed))
+    if _other_files(renamed):  # a file was added at that moment
+        local_disk.move(renamed, path)
         return _close_folder(path)
-    _unlink_if_there(gone / TOMBSTONE)
+    _unlink_if_there(renamed / TOMBSTONE)
     with contextlib.suppress(OSError):  # a file was added since: the next sweep continues
-        gone.rmdir()
+        renamed.rmdir()
     local_disk.sync_path(path.parent)
     return Removal(path, dropped=True)
 
@@ -312,7 +323,7 @@ def _unlink_if_there(file: Path) -> None:
         local_disk.unlink(file)
 
 
-def _name_of_gone(path: Path) -> str:
+def _name_before_removal(path: Path) -> str:
     """Return the original name of a folder that `_close_folder` has renamed, else ""."""
     name = path.name
     if name.startswith(".") and name.endswith(TOMBSTONE) and path.is_dir():

@@ -1,7 +1,8 @@
 """Describes what a place contains, for a user who has named another place than expected.
 
-Places are recognised by the names of files and folders, without changing a file or importing torch.
-From small documents a class, a step or a base is read.
+A place is a file or folder on a disk, or an object or prefix in a bucket. Its contents are
+recognised by the names of files and folders, without importing torch. Small JSON files are read for
+the class of a model, the step of a checkpoint or the base of an adapter. No file is changed.
 """
 
 import json
@@ -17,11 +18,13 @@ from ft_ckpt.messages import did_you_mean, short_repr
 from ft_ckpt.storage import Folder, FolderListing, Store, read_text
 from ft_ckpt.storage.places import Place, shown_location
 
-# in every folder of Accelerate's `save_state`, and in no other
+# Every folder of Accelerate's `save_state` has this file, and no other folder has it.
 ACCELERATE_MARKER = "random_states_0.pkl"
-CHECKPOINT, RUN, RUNS = "checkpoint", "run", "folder of runs"  # of ft_ckpt
-# Contents that have weights at most in their folders, and contents that one program alone reads.
+# Kinds of contents that ft_ckpt wrote. All other kinds come from other programs.
+CHECKPOINT, RUN, RUNS = "checkpoint", "run", "folder of runs"
+# Kinds without weights directly in the folder, or with weights that only their program reads.
 UNREADABLE = {"absent", "empty", RUN, RUNS, "Trainer output", "folder of models", "DeepSpeed"}
+# Kinds of folders that a user may have meant.
 _LOADABLE = (
     "Accelerate",
     "Trainer output",
@@ -31,9 +34,10 @@ _LOADABLE = (
     "diffusers model",
     "diffusers pipeline",
     "diffusers LoRA",
-)  # contents of folders that a user may have meant
+)
 _WITHOUT = f"without a manifest of ft_ckpt ({MANIFEST_NAME})"
-_MAX_FOLDERS = (32, 4)  # folders to describe: directly in the place, and in each of these
+# At most 32 folders in the place are described, and at most 4 folders in each of these.
+_MAX_FOLDERS = (32, 4)
 _MAX_DOCUMENT_BYTES = 1 << 20
 _STEP_FOLDER = re.compile(r"(?:checkpoint|step|epoch)[-_]?(\d+)")
 _ACCELERATE_FOLDER = re.compile(r"checkpoints|checkpoint_\d+")

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its records, their JSON text, and the checks of a text that is read.
+"""The manifest of a checkpoint: its records, their JSON text, and the checks of such a text.
 
 A folder is a committed checkpoint if and only if the manifest, `ft_ckpt.json`, is in it. A part is
 one saved model or state of a checkpoint, for example the policy, the value head, an adapter or the
@@ -32,7 +32,7 @@ MANIFEST_NAME = "ft_ckpt.json"
 # The version is increased when an older reader could misread a newer manifest.
 FORMAT_VERSION = 1
 MANIFEST_LIMIT_BYTES = 256 << 20  # enough for a million tensors
-# These fields depend on the commit, so they differ between copies of one checkpoint.
+# These fields depend on the commit, so they may differ between copies of one checkpoint.
 _COMMIT_FIELDS = ("files", "token")
 _DELTA_FIELDS = {"base", "base_content", "content"}
 # A check keeps one digest state for each rank that wrote the file, so their number is limited.

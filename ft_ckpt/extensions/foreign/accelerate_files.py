@@ -17,6 +17,7 @@ from ft_ckpt.model.files import join_weight_files
 from ft_ckpt.runs.optimizers import settings_of, unwrap_optimizer
 from ft_ckpt.storage.local import LocalStore
 
+# names of the files of models, optimizers, schedulers and the scaler
 OF_OBJECTS = re.compile(
     r"((pytorch_)?model(_\d+)?\.(safetensors|bin)|(optimizer|scheduler)(_\d+)?\.bin|scaler\.pt)"
 )
@@ -38,7 +39,7 @@ def folder_problems(path: Path, accelerator: Any) -> list[str]:
 
 
 def _weights_name(path: Path, number: int) -> str:
-    """Return the file of a model; of two, the one that Accelerate reads."""
+    """Return the weights file of a model. If there are two, return the one Accelerate reads."""
     safe = numbered("model", number, ".safetensors")
     pickled = numbered("pytorch_model", number, ".bin")
     store = LocalStore(path)
@@ -92,9 +93,9 @@ def weight_problems(path: Path, models: Sequence[nn.Module]) -> Iterator[str]:
 
 
 def optimizer_problems(path: Path, accelerator: Any) -> Iterator[str]:
-    """Describe what shows that the optimizers' parameters are in another order than in the folder.
+    """Yield the signs that the optimizers have other parameters, or another order, than the folder.
 
-    The folder numbers the parameters.
+    The folder numbers the parameters, so a state could be loaded for a wrong parameter.
     """
     names: dict[int, str] = {}
     for model in accelerator._models:
@@ -120,12 +121,12 @@ def _group_problems(
     `names` maps the identity of a live parameter to its name.
     """
     groups = state["param_groups"]
-    before = [str(len(group["params"])) for group in groups]
-    now = [str(len(group["params"])) for group in live_groups]
-    if before != now:
+    saved_counts = [str(len(group["params"])) for group in groups]
+    live_counts = [str(len(group["params"])) for group in live_groups]
+    if saved_counts != live_counts:
         yield (
-            f"groups of {listing(before, ', ')} parameters in the folder, of "
-            f"{listing(now, ', ')} here"
+            f"groups of {listing(saved_counts, ', ')} parameters in the folder, of "
+            f"{listing(live_counts, ', ')} here"
         )
         return
     for number, (group, live) in enumerate(zip(groups, live_groups, strict=True)):
@@ -133,7 +134,7 @@ def _group_problems(
             names.get(id(parameter), "a parameter of no prepared model")
             for parameter in live["params"]
         ]
-        # if the optimizer was made of named parameters
+        # The folder has names only if the optimizer was made of named parameters.
         saved_names = group.get("param_names", live_names)
         for saved_name, live_name in zip(saved_names, live_names, strict=True):
             if _bare_name(saved_name) != _bare_name(live_name):
@@ -156,12 +157,15 @@ def _group_problems(
 
 
 def _shape_problem(entries: Mapping[str, Any], parameter: Tensor) -> str | None:
-    """Describe the shape, if any, by which the state `entries` is of another parameter."""
+    """Describe a shape in the state `entries` that shows that it belongs to another parameter.
+
+    Return None if there is no such shape.
+    """
     shapes: dict[str, list[int]] = {}
     for key, value in entries.items():
         if isinstance(value, Tensor) and value.ndim == parameter.ndim:
             shapes[key] = list(value.shape)
-    # others are statistics of the optimizer's own form
+    # States without such shapes have statistics of another form, which cannot be compared.
     if not shapes or list(parameter.shape) in shapes.values():
         return None
     key, shape = next(iter(shapes.items()))
@@ -171,13 +175,14 @@ def _shape_problem(entries: Mapping[str, Any], parameter: Tensor) -> str | None:
 def _has_settings(group: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
     """Check whether a stored group has the settings of a live one.
 
-    A rate that a scheduler changes may differ.
+    The learning rate may differ if a scheduler changes it.
     """
-    before, now = settings_of(group), settings_of(live)
-    keys = before.keys() & now.keys() - {"param_names"}
+    saved_settings = settings_of(group)
+    live_settings = settings_of(live)
+    keys = saved_settings.keys() & live_settings.keys() - {"param_names"}
     if "initial_lr" in keys:
         keys -= {"lr"}
-    return all(before[key] == now[key] for key in keys)
+    return all(saved_settings[key] == live_settings[key] for key in keys)
 
 
 def _bare_name(name: str) -> str:

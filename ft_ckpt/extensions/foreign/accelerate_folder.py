@@ -81,7 +81,8 @@ class AccelerateFolder:
     path: Path
     generators: GeneratorStates
     positions: DataPositions
-    outcomes: tuple[Restored, ...]  # of what the folder lacks
+    # the outcomes of objects that the folder does not have
+    outcomes: tuple[Restored, ...]
 
     def load(self, run: TrainingRun, run_id: str) -> RestoreReport:
         """Let Accelerate load the folder, and continue as the run `run_id`. Raises LoadError."""
@@ -159,7 +160,7 @@ def read_accelerate_folder(path: Path, run: TrainingRun, ranks: Ranks) -> Accele
 
 
 def _why_refused(path: Path, accelerator: Any, ranks: Ranks) -> str | None:
-    """Tell why Accelerate must not load the folder; return None if it may."""
+    """Return the reason why Accelerate must not load the folder, or None if there is none."""
     names = sorted(entry.name for entry in path.iterdir())
     pickled = [name for name in names if _PICKLED.fullmatch(name)]
     if pickled:
@@ -254,7 +255,7 @@ def _positions_of(
 
 
 def _steps_done(accelerator: Any) -> tuple[int, str]:
-    """Return the number of steps that Accelerate has loaded, and a note on its source."""
+    """Return the number of steps that Accelerate has loaded, and a message on its source."""
     counts: list[int] = []
     for optimizer in accelerator._optimizers:
         states = unwrap_optimizer(optimizer).state.values()

@@ -1,4 +1,7 @@
-"""Reads many tensors of files in parallel, ahead of use, into memory of the host or a device."""
+"""Reads many tensors of files in parallel, ahead of use, into memory of the host or a device.
+
+A run is a range of bytes in a file. A landing receives the bytes of one run.
+"""
 
 import ctypes
 from collections.abc import Mapping
@@ -50,8 +53,8 @@ def read_runs(
 ) -> int:
     """Read all runs in file order and pass each to its landing. Returns the number of bytes.
 
-    Tensors on accelerators are filled through pinned blocks, and are complete for all streams when
-    this returns.
+    A run that is in the page cache is copied directly into its host tensor. Tensors on accelerators
+    are filled through pinned blocks, and are complete for all streams when this returns.
     """
     in_place: dict[ByteRun, Tensor] = {}
     for run, landing in landings.items():
@@ -68,8 +71,8 @@ def read_runs(
     runs = sorted(streamed, key=lambda run: (file_numbers[id(run.file)], run.start))
     straight = [entry for entry in landings.values() if isinstance(entry, StraightLanding)]
     devices = frozenset(filter(has_streams, {landing.local.device for landing in straight}))
-    allocator = PinnedBlocks(devices) if devices else None
-    for part in read_ahead(runs, threads, direct, allocator=allocator):
+    pinned_blocks = PinnedBlocks(devices) if devices else None
+    for part in read_ahead(runs, threads, direct, allocator=pinned_blocks):
         landing, data = landings[part.run], bytes_at(part.address, part.size_bytes)
         if isinstance(landing, StraightLanding):
             landing.put(data, lasts=landing.local.device in devices)

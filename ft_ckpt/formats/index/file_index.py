@@ -1,7 +1,10 @@
 """The index of a tensor file: a row for each tensor, the tree of the object, the metadata.
 
-Our HDF5 and dual files store it as JSON, with a footer of 64 bytes by which a reader sees that
-nothing has moved since.
+The HDF5 and dual files that ft_ckpt writes store the index as JSON, followed by a footer of 64
+bytes. The footer shows a reader that no other program has moved the tensors:
+
+    magic (8) | data start (8) | index start (8) | file size (8) | digest of the JSON (16) | zeros
+    (8) | digest of all these (8)
 """
 
 import json
@@ -23,12 +26,12 @@ TREE = "ft_ckpt_tree"
 FOOTER_BYTES = 64
 NO_DIGEST = "0" * 32  # in the place of a digest that is not known yet
 _MAGIC = b"ft_ckpt1"
-# magic, data start, index start, file size, digest of the JSON; then the digest of all these
-_FOOTER = "<8sQQQ16s8x"
+_FOOTER = "<8sQQQ16s8x"  # without the last digest
 _MAX_NUMBER = 1 << 62  # above any size or offset
 
-# torch's dtype, shape, start (from the data start), digest in hexadecimal, number of the leaf;
-# ft_ckpt 0.1 to 0.3 added the chunks of a compressed tensor, which only the HDF5 library reads
+# A row has torch's dtype, the shape, the start (from the data start), the digest in hexadecimal and
+# the number of the leaf. ft_ckpt 0.1 to 0.3 added the chunks of a compressed tensor, which only the
+# HDF5 library reads.
 Row = Sequence[Any]
 
 
@@ -76,7 +79,10 @@ def flat_tree(specs: Sequence[Spec]) -> Node:
 
 
 def is_flat(root: Node, names: Sequence[str]) -> bool:
-    """Check for a dict of tensors, each under its own name, which needs no tree in a file."""
+    """Check whether an object is a dict of tensors, each under its own name.
+
+    Such an object needs no tree in a file.
+    """
     if root.kind != "dict" or [key.value for key in root.keys] != list(names):
         return False
     leaves = [(child.kind, child.value) for child in root.children]

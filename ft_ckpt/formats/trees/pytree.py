@@ -28,8 +28,10 @@ from ft_ckpt.formats.trees.numpy_arrays import (
     stored_array,
 )
 
-_MIN_BLOB_BYTES = 4096  # bytes of at least this size are stored as a leaf, not in the tree
-MAX_LEVELS = 150  # of nesting; json, pickle and torch's own trees all recurse
+# Bytes objects of at least this size are stored as a leaf, not in the tree.
+_MIN_BLOB_BYTES = 4096
+# Nesting is limited, because json, pickle and torch's own trees all recurse.
+MAX_LEVELS = 150
 _WITH_MEMORY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # tensor classes without further state; lazy tensors, which have no memory yet, are added
 PLAIN: set[type] = set(_WITH_MEMORY)
@@ -56,13 +58,20 @@ _KINDS: dict[Any, str] = {kind: name for name, kind in (*MAPPINGS.items(), *SEQU
 
 @dataclass(frozen=True)
 class Node:
-    """One value of the object. The meaning of `value` depends on `kind`:
+    """One value of the object. Mappings have a key for each child.
 
-    "value": the value itself; "tensor": the index of its leaf; "array": (index of its leaf, numpy
-    descr, shape), the descr None where the leaf is the array; "blob": (index of its leaf, "bytes"
-    or "bytearray"), for many bytes; "defaultdict": the factory's name or None; "deque": its maximum
-    length or None; "odict": a node of its attributes or None; "namedtuple": (module, qualified
-    name, field names). Mappings have a key for each child.
+    The meaning of `value` depends on `kind`:
+
+        "value"        the value itself
+        "tensor"       index of its leaf
+        "array"        (index of its leaf, numpy descr, shape); the descr is None if the leaf is the
+                       array itself
+        "blob"         (index of its leaf, "bytes" or "bytearray"), for many bytes
+        "defaultdict"  name of the factory, or None
+        "deque"        its maximum length, or None
+        "odict"        a node of its attributes, or None
+        "namedtuple"   (module, qualified name, field names)
+        others         None
     """
 
     kind: str

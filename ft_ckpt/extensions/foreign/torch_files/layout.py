@@ -1,9 +1,12 @@
 """Lays out torch files of a dict of tensors, which `torch.load` reads.
 
-Source: the layout of `torch.save` archives. One zip file without compression: `archive/data.pkl`
-names the tensors and the record of each storage, `archive/data/N` are the storages, each at a
-multiple of 64 bytes, followed by its checksum. torch makes such a file without the bytes of the
-storages, which are then woven in with their checksums.
+Source: the layout of `torch.save` archives. Such a file is a zip file without compression:
+
+    archive/data.pkl | archive/data/0 | checksum | archive/data/1 | checksum | ... | directory
+
+`archive/data.pkl` names the tensors and the record of each storage. `archive/data/N` are the
+storages, each at a multiple of 64 bytes. torch first writes such a file without the bytes of the
+storages. The bytes and their checksums are then added as the file is written.
 """
 
 import ctypes
@@ -26,10 +29,11 @@ from ft_ckpt.storage.io import Region, open_local_file, region_of
 from ft_ckpt.storage.local import temporary_store
 
 _ARCHIVE = "archive"  # the folder of all records
-# signatures of an entry of the directory, and of a checksum
+# An entry of the directory begins with one of these signatures, and a checksum with the other.
 _ENTRY_MAGIC, _SUM_MAGIC = b"PK\1\2", b"PK\7\10"
-_SUM = struct.Struct("<4sI")  # begins the bytes after a record, if it is not empty
-# of an entry of the directory: offsets of the checksum, of three lengths, and of the name
+# The bytes after a record begin with this signature and checksum, unless the record is empty.
+_SUM = struct.Struct("<4sI")
+# An entry of the directory has its checksum, three lengths and its name at these offsets.
 _ENTRY_SUM, _ENTRY_LENGTHS, _ENTRY_NAME = 16, 28, 46
 
 
@@ -111,18 +115,20 @@ class _Archive:
         yield from _regions_of_bytes(at, last + self._summed_directory(checksums))
 
     def _with_sum(self, after: bytes, checksums: Sequence[int]) -> bytes:
-        """Return the bytes after the last tensor so far, with its checksum."""
+        """Set the checksum of the last written tensor in the bytes `after` it."""
         if not checksums or not self.specs[len(checksums) - 1].size_bytes:
             return after
         return _SUM.pack(_SUM_MAGIC, checksums[-1]) + after[_SUM.size :]
 
     def _summed_directory(self, checksums: Sequence[int]) -> bytes:
         """Return the directory with the checksums of the tensors."""
-        by_name = {_record_name(number).encode(): sum_ for number, sum_ in enumerate(checksums)}
+        by_name = {}
+        for number, checksum in enumerate(checksums):
+            by_name[_record_name(number).encode()] = checksum
         directory = bytearray(self.directory)
         at = 0
         while directory.startswith(_ENTRY_MAGIC, at):
-            # of the name, the extra field and the comment
+            # lengths of the name, the extra field and the comment
             lengths = struct.unpack_from("<HHH", directory, at + _ENTRY_LENGTHS)
             name_start = at + _ENTRY_NAME
             name = bytes(directory[name_start : name_start + lengths[0]])

@@ -1,4 +1,7 @@
-"""The values that torch has read from a file: which are tensors, which are stand-ins."""
+"""Finds the tensors and the stand-ins among the values that torch has read from a file.
+
+A stand-in takes the place of an object, class or function that is not allowed, and runs nothing.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +26,10 @@ def is_stand_in(leaf: Any) -> bool:
 
 
 def holds_tensors(leaf: Any) -> bool:
-    """Check whether a value has tensors or storages in it, or in arguments of unknown objects."""
+    """Check whether a value contains tensors or storages.
+
+    Containers are searched, and the arguments and states of stand-ins.
+    """
     stack = [leaf]
     seen = set[int]()
     while stack:

@@ -11,8 +11,8 @@ from ft_ckpt.formats.files import ZIP_MAGIC, FileStream, RawFile
 from ft_ckpt.storage.io import LocalFile
 
 Source = Path | BinaryIO  # what torch and zipfile read
-STREAM_BYTES = 8 << 20  # read at a time from a bucket
-_BLOCK_BYTES = 1 << 20  # of a record, read at a time
+STREAM_BYTES = 8 << 20  # bytes of one read from a bucket
+_BLOCK_BYTES = 1 << 20  # bytes of one read from a record
 
 
 def source_of(file: RawFile) -> Source:
@@ -56,7 +56,10 @@ def check_archive(source: Source, name: str) -> None:
 
 
 def compare_archive(source: Source, name: str) -> bool:
-    """Compare all checksums; False if there are none."""
+    """Compare the checksums of all records; return False if the file has none.
+
+    Raises CorruptError if one differs.
+    """
     with zipfile.ZipFile(source) as archive:
         entries = archive.infolist()
         if not _has_sums(entries):
@@ -86,9 +89,9 @@ def _compare_records(
 
 
 def compare_sums(file: RawFile) -> bool:
-    """Compare the records of a torch file with their checksums; False if it has none.
+    """Compare the records of a torch file with their checksums; return False if it has none.
 
-    Raises CorruptError where one differs.
+    Raises CorruptError if one differs.
     """
     with damaged_input(file.name):
         file.check()
