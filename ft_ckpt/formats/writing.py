@@ -43,9 +43,10 @@ def write_file(
             _put_woven(file, layout, feed)
         else:
             _put_in_order(file, layout, feed)
-        for region in feed:
+        surplus = next(feed, None)
+        if surplus is not None:
             raise IncompleteError(
-                f"{plan.path}: {_describe_region(region)} came after the last planned tensor; "
+                f"{plan.path}: {_describe_region(surplus)} came after the last planned tensor; "
                 "nothing is kept"
             )
         digest = file.finish()

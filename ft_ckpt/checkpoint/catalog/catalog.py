@@ -82,7 +82,8 @@ class CheckpointInfo:
 class Listing:
     """The checkpoints in a folder, oldest first, and the manifests that could not be read.
 
-    Reading a `damaged` manifest again does not help; an `unreadable` manifest may be whole.
+    A `damaged` manifest stays damaged when it is read again. An `unreadable` manifest may be whole,
+    but the system could not read it.
     """
 
     checkpoints: tuple[CheckpointInfo, ...]

@@ -76,7 +76,7 @@ class PartRecord:
     format: str
     class_name: str
     tensors: tuple[TensorRecord, ...]
-    # Each group has the names of one tied tensor. Its first name is the stored one.
+    # Each group has the names, stored or dropped, of one tied tensor. The kept name comes first.
     ties: tuple[tuple[str, ...], ...] = ()
     # stored names of the tensors that required a gradient
     trainable: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class Manifest:
     # A save without a step has a number, one more than the largest in its folder. Numbers order
     # such saves, because clocks may go back.
     number: int | None = None
-    # names of the checkpoints from which the weights were averaged or merged
+    # names of the checkpoints from which the weights were computed, by averaging or merging
     made_from: tuple[str, ...] = ()
     # A delta names its base and digests here, see `extensions.rl.deltas.chains`.
     delta: Mapping[str, str] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Reads checkpoints of torch.distributed.checkpoint: a folder with `.metadata` and `.distcp` files.
 
-Source: the classes of `torch.distributed.checkpoint.metadata`. `.metadata` is a pickle, decoded
-without running code. It lists the stored boxes of every tensor and their locations; each box is a
-small torch archive inside a file.
+Source: the classes of `torch.distributed.checkpoint.metadata`. `.metadata` is a pickle, which is
+decoded without running code. It lists the stored boxes of every tensor. A box is a part of a
+tensor, given by its offsets and its shape, and it is stored as a small torch archive in a file.
 """
 
 import math
@@ -30,7 +30,8 @@ def _stand_ins(module: str, *names: str) -> dict[str, type[StandIn]]:
 
 
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-_GLOBALS = {  # the globals that a `.metadata` may name
+# the globals that a `.metadata` may name
+_GLOBALS = {
     **PLAIN_VALUES,
     **_stand_ins(
         "torch.distributed.checkpoint.metadata",
@@ -89,23 +90,24 @@ class DcpFile(TensorFile):
         Raises CorruptError when a file has changed, is damaged or does not match the metadata.
         """
         if self._assembled[0] != name:
-            self._assembled = _NOTHING  # frees the last one before the next is read
+            self._assembled = _NOTHING  # frees the last tensor before the next one is read
             with damaged_input(name):
                 self._assembled = (name, self._assemble(name))
         return self._assembled[1][start:stop]
 
     def _assemble(self, name: str) -> Tensor:
         spec, boxes = self.specs[name], self.boxes[name]
-        if len(boxes) == 1:  # it is the tensor
+        if len(boxes) == 1:  # the box is the whole tensor
             return self._read_box(boxes[0], spec).contiguous().view(-1)
         whole: Tensor | None = None
         for box in boxes:
             part = self._read_box(box, spec)
-            if whole is None:  # memory by the size in the metadata, after a look at the file
+            # A box is read first, because a damaged file must not cause a large allocation.
+            if whole is None:
                 whole = torch.empty(spec.shape, dtype=part.dtype, device="cpu")
             pairs = zip(box.offsets, box.sizes, strict=True)
             whole[tuple(slice(low, low + size) for low, size in pairs)].copy_(part)
-        if whole is None:  # without elements
+        if whole is None:  # a tensor without elements has no boxes
             return torch.empty(0, dtype=dtype_of(spec.dtype), device="cpu")
         return whole.view(-1)
 

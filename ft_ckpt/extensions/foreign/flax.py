@@ -1,7 +1,7 @@
 """Reads MessagePack files of flax.
 
-Arrays stay where they are in the file: the values around them are parsed, their bytes are skipped.
-Names are keys, joined with slashes. Nothing is executed.
+The values around the arrays are parsed. The bytes of arrays are skipped, and read from the file
+when they are needed. Names are keys, joined with slashes. Nothing is executed.
 """
 
 import math
@@ -22,8 +22,8 @@ from ft_ckpt.formats.safetensors import begins_with_header
 from ft_ckpt.formats.trees import MAX_LEVELS, Node
 
 _AHEAD_BYTES = 64 << 10
-_MAX_TEXT_BYTES = 1 << 20  # of a key or another value that is not an array
-_MAX_VALUES = 1 << 20  # in a file, arrays included
+_MAX_TEXT_BYTES = 1 << 20  # limit of a key, or of another value that is not an array
+_MAX_VALUES = 1 << 20  # limit of the values in a file, with the arrays
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # extension types of flax
 _PIECES = "__msgpack_chunked_array__"
 _ROOT = "array"  # the name of an array that is the whole file
@@ -237,7 +237,10 @@ class _Parser:
         return Node("tensor", number)
 
     def _join_pieces(self, name: str, whole: Mapping[Any, Node], pieces: Sequence[str]) -> Node:
-        """Return the array whose pieces, rows of these names, were just read."""
+        """Return the node of an array that flax has split into pieces.
+
+        `pieces` are the names of their rows. The rows are replaced by one row of the array.
+        """
         sizes = {int(key.value): child.value for key, child in _items_of(whole["shape"])}
         shape = checked_sizes([sizes[dim] for dim in range(len(sizes))])
         order = {int(key.value): child for key, child in _items_of(whole["chunks"])}
@@ -271,7 +274,7 @@ def _items_of(node: Node) -> list[tuple[Node, Node]]:
 class _Span:
     """Consecutive elements of an array."""
 
-    start: int  # byte of the first
+    start_byte: int
     count: int
 
 
@@ -280,12 +283,12 @@ def _read_spans(
 ) -> Tensor:
     """Read elements [start, stop) of the array that the spans make up."""
     parts = []
-    first = 0  # element of the array at which the span begins
+    first = 0  # index of the span's first element in the array
     for span in spans:
         low = max(start, first) - first
         high = min(stop, first + span.count) - first
         if low < high:
-            parts.append(raw.tensor(span.start + low * dtype.itemsize, high - low, dtype))
+            parts.append(raw.tensor(span.start_byte + low * dtype.itemsize, high - low, dtype))
         first += span.count
     if not parts:
         return torch.empty(0, dtype=dtype, device="cpu")

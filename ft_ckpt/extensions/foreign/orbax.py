@@ -1,6 +1,6 @@
 """Reads checkpoints of orbax: folders of zarr arrays, or of an OCDBT store.
 
-The tree is in the metadata; tensorstore reads the arrays, a few rows at a time, and only from files
+The metadata have the tree. tensorstore reads the arrays, a few rows at a time, and only from files
 below the folder. Names of arrays are keys, joined with dots as by orbax. Nothing is executed.
 """
 
@@ -46,7 +46,7 @@ class OrbaxFile(TensorFile):
     def __init__(self, source: str, arrays: Mapping[str, Any], skipped: Sequence[str]) -> None:
         """Describe the `arrays` of tensorstore, by name; `skipped` names other values."""
         self.source = source
-        self.folder = ExitStack()  # of the arrays; closed with the file
+        self.folder = ExitStack()  # keeps the folder of the arrays until the file is closed
         self.arrays: dict[str, Any] = {}
         self.specs: dict[str, Spec] = {}
         self.skipped = list(skipped)
@@ -93,9 +93,9 @@ class OrbaxFile(TensorFile):
 
 
 def orbax_folder(place: Place) -> Place | None:
-    """Return the folder with the tree: `place`, or the only one in it (a step with one item).
+    """Return the folder with the tree, or None if there is no such folder.
 
-    Returns None if there is no such folder.
+    It is `place` itself, or the only folder with a tree in it (a step with one item).
     """
     if place.folder.stat(_METADATA) is not None:
         return place
@@ -119,7 +119,7 @@ def open_orbax(place: Place) -> OrbaxFile:
         folder = stack.enter_context(local_folder(place))  # tensorstore needs a path
         driver = "zarr3" if document.get("use_zarr3") else "zarr"
         is_one_store = store.stat(_STORE) is not None
-        # else chunks of zeros are not stored
+        # Without this setting orbax stores no chunks of zeros.
         has_all_chunks = bool(document.get("store_array_data_equal_to_fill_value"))
         futures = {}
         for name in shapes:

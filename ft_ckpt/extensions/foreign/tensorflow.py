@@ -1,8 +1,9 @@
-"""TensorFlow's checkpoints of version 2 ("bundles"): an index and data files under one prefix.
+"""Reads and writes TensorFlow's checkpoints of version 2 ("bundles").
 
-TensorFlow itself writes and reads them, on the CPU and a few tensors at a time: shards are saved
-one by one, tensors larger than a shard as slices if their dtype allows, and merged by their indexes
-alone. `tf.train.load_checkpoint` reads the result.
+A bundle is an index and data files under one prefix. TensorFlow itself reads and writes it, on the
+CPU and a few tensors at a time. Shards are saved one by one. A tensor larger than a shard is saved
+in slices of rows, if its dtype allows that. Then the shards are merged, which only changes their
+indexes. `tf.train.load_checkpoint` reads the result.
 """
 
 import json
@@ -34,22 +35,27 @@ from ft_ckpt.storage import Store, is_inside, read_text
 from ft_ckpt.storage.local import LocalStore, check_files_inside, check_prefix_inside
 from ft_ckpt.storage.places import Place, local_folder
 
-PREFIX = "model.ckpt"  # of the files in a folder that ft_ckpt writes
-_INDEX = ".index"  # suffix of a bundle's index; no other file has it
-# in a folder of several checkpoints that ft_ckpt writes: the prefix of each tensor
+# prefix of the files in a folder that ft_ckpt writes
+PREFIX = "model.ckpt"
+# suffix of a bundle's index; no other file has it
+_INDEX = ".index"
+# If ft_ckpt writes several checkpoints into a folder, this file maps each tensor to its prefix.
 SHARDS = "shards.json"
-STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder
+# the file by which TensorFlow finds the newest prefix in a folder
+STATE = "checkpoint"
 SHARD_BYTES = 96 << 20
-_READ_BYTES = 16 << 20  # read at a time from the source of a conversion
+# bytes of one read from the source of a conversion
+_READ_BYTES = 16 << 20
 DTYPES = {
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     *("float8_e5m2", "float8_e4m3fn"),
 }
-# TensorFlow reads and writes them whole
+# TensorFlow cannot read or write slices of tensors of these dtypes.
 _UNSLICED = {"float16", "uint16", "uint32", "uint64", "float8_e5m2", "float8_e4m3fn"}
 _NOTHING: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
-Rows = tuple[int, int] | None  # of the first dimension, stop exclusive; None: the whole tensor
+# Rows [first, last) of the first dimension. None stands for the whole tensor.
+Rows = tuple[int, int] | None
 
 
 def load_tensorflow() -> Any:
@@ -69,8 +75,8 @@ def load_tensorflow() -> Any:
 def bundle_prefixes(place: Place) -> list[Place]:
     """Return the prefixes of checkpoints at `place`.
 
-    `place` is a prefix itself, or a folder. In a folder, the newest prefix by its STATE file
-    counts, or else all of them.
+    If `place` is a prefix itself, return it alone. If it is a folder, return the newest prefix in
+    it, which its STATE file names. If the file or that prefix is missing, return all prefixes.
     """
     if place.name and place.store.stat(f"{place.name}{_INDEX}") is not None:
         return [place]
@@ -107,7 +113,8 @@ class TensorFlowFile(TensorFile):
         self.specs: dict[str, Spec] = {}
         self.skipped: list[str] = []
         self._whole = _NOTHING  # the last tensor that was read as a whole
-        shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+        shapes = reader.get_variable_to_shape_map()
+        types = reader.get_variable_to_dtype_map()
         for name in sorted(shapes):
             if types[name].name in DTYPES:
                 self.specs[name] = Spec(name, tuple(shapes[name]), types[name].name)
@@ -125,7 +132,7 @@ class TensorFlowFile(TensorFile):
             return torch.empty(0, dtype=dtype_of(spec.dtype), device="cpu")
         if not spec.shape or spec.dtype in _UNSLICED:
             if self._whole[0] != name:
-                self._whole = _NOTHING  # frees the last one before the next is read
+                self._whole = _NOTHING  # frees the last tensor before the next one is read
                 self._whole = (name, self._restore_tensor(spec, ""))
             return self._whole[1][start:stop]
         row = math.prod(spec.shape[1:])
@@ -234,11 +241,11 @@ def write_tensorflow_shards(
     read: ReadRange,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the tensors of each shard as a bundle of its own, `NAME.ckpt`, and a table of them all.
+    """Write the tensors of each shard as a bundle of its own, `NAME.ckpt`, and the file SHARDS.
 
     A shard can be loaded by its prefix alone. Needs memory as `write_tensorflow` does.
     """
-    prefixes: dict[str, str] = {}  # by tensor
+    prefixes: dict[str, str] = {}  # tensor -> prefix
     for name, specs in shards.items():
         check_tensorflow_types(specs)
         prefix = f"{name}.ckpt"
@@ -308,7 +315,10 @@ def _read_in_steps(read: ReadRange, spec: Spec, start: int, stop: int) -> Tensor
 
 
 def _grouped_parts(specs: Sequence[Spec], max_bytes: int) -> Iterator[list[tuple[Spec, Rows]]]:
-    """Yield the tensors and slices of each shard, which has at most `max_bytes`, or one of them."""
+    """Yield the tensors and slices of each shard.
+
+    A shard has at most `max_bytes`, unless it has only one tensor or slice.
+    """
     shard: list[tuple[Spec, Rows]] = []
     size = 0
     for spec, rows, part_bytes in _sliced_parts(specs, max_bytes):
@@ -322,7 +332,10 @@ def _grouped_parts(specs: Sequence[Spec], max_bytes: int) -> Iterator[list[tuple
 
 
 def _sliced_parts(specs: Sequence[Spec], max_bytes: int) -> Iterator[tuple[Spec, Rows, int]]:
-    """Yield every tensor whole, or in slices of rows of at most `max_bytes` (or one row)."""
+    """Yield each tensor, or the slices of a tensor that is larger than `max_bytes`, with its size.
+
+    A slice has at most `max_bytes`, or one row. Some tensors cannot be sliced.
+    """
     for spec in specs:
         can_slice = bool(spec.shape) and spec.shape[0] != 1 and spec.dtype not in _UNSLICED
         if spec.size_bytes <= max_bytes or not can_slice:
@@ -336,6 +349,9 @@ def _sliced_parts(specs: Sequence[Spec], max_bytes: int) -> Iterator[tuple[Spec,
 
 
 def _slice_text(shape: Sequence[int], first: int, last: int) -> str:
-    """Return TensorFlow's notation for rows [first, last) of a tensor."""
+    """Return TensorFlow's notation for rows [first, last) of a tensor.
+
+    For example, rows [2, 5) of a tensor of shape (8, 4) are "8 4 2,3:-".
+    """
     rest = ":".join(["-"] * (len(shape) - 1))
     return f"{' '.join(map(str, shape))} {first},{last - first}{':' + rest if rest else ''}"

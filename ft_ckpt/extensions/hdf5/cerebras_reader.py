@@ -1,7 +1,7 @@
-"""Reader of the object tree and the leaves of Cerebras checkpoints (HDF5).
+"""Reads the object tree and the leaves of Cerebras checkpoints (HDF5).
 
-The formats 0.4, and those from 0.5 on, are read. Nothing in the file is run: the pickled tree of
-0.4 and its objects are decoded by `unpickle`, and unknown objects stay opaque. Links to other
+The format 0.4 and all formats from 0.5 on are read. Nothing in the file is run, because `unpickle`
+decodes the pickled tree of 0.4 and pickled objects, and unknown objects stay opaque. Links to other
 files, unfinished files and unknown kinds of leaves are refused.
 """
 
@@ -20,9 +20,10 @@ from ft_ckpt.formats.files import PLAIN_VALUES, OpaqueObject, Sealed, unpickle
 from ft_ckpt.formats.trees import MAX_LEVELS, Node
 from ft_ckpt.messages import printable
 
-_MAX_FILL_BYTES = 1 << 40  # of a constant tensor that has no bytes in the file
-_TREE_PROTOCOL = 1  # of torch's tree specifications
-_KINDS = {  # of nodes, by the last name of a container's type
+_MAX_FILL_BYTES = 1 << 40  # limit of a constant tensor, which has no bytes in the file
+_TREE_PROTOCOL = 1  # version of torch's tree specifications
+# last name of a container's type -> kind of its node
+_KINDS = {
     "dict": "dict",
     "OrderedDict": "odict",
     "list": "list",
@@ -64,7 +65,8 @@ class StoredLeaf:
 class CerebrasReader:
     """Reads one checkpoint.
 
-    `attributes`: of its root; `find`: returns a dataset by path, or raises CorruptError.
+    `attributes` are those of the root group. `find` returns a dataset by its path, or raises
+    CorruptError.
     """
 
     attributes: Mapping[str, Any]
@@ -137,7 +139,7 @@ class CerebrasReader:
         keys: Any = []
         if kind == "defaultdict":
             detail, keys = context["default_factory_name"], context["dict_context"]
-            # the format names the children after the factory and the keys: two names
+            # The format names the first child after the factory, and the second after the keys.
             if len(children) > 2:
                 raise CorruptError(
                     f"{'.'.join(path)}: a defaultdict of {len(children)}, which the format loses"

@@ -1,12 +1,13 @@
-"""How Cerebras checkpoints store names and dtypes."""
+"""Names and dtypes in Cerebras checkpoints, and how they are stored in HDF5."""
 
 from urllib.parse import quote
 
 from ft_ckpt.formats.trees import safe_name
 
 INDEX = "__ft_index__"
-ESCAPED_GROUP = "__ft__"  # has the datasets whose names HDF5 would parse as paths
-# for each dtype of torch that HDF5 lacks: the HDF5 type of its bits, the dtype that Cerebras reads
+# This group has the datasets whose names HDF5 would parse as paths.
+ESCAPED_GROUP = "__ft__"
+# dtype of torch that HDF5 lacks -> (HDF5 type of its bits, dtype that Cerebras reads)
 EMULATED_TYPES = {
     "bfloat16": ("i2", "bfloat16"),
     "complex32": ("u4", "uint32"),
@@ -15,7 +16,8 @@ EMULATED_TYPES = {
     ),
     **dict.fromkeys(("float8_e5m2fnuz", "float4_e2m1fn_x2"), ("u1", "uint8")),
 }
-# floats that HDF5 can describe, so that every reader converts them: HDF5 type, dtype to Cerebras
+# HDF5 can describe these floats, so that every reader converts them:
+# dtype of torch -> (HDF5 type, dtype that Cerebras reads)
 NATIVE_FLOAT_TYPES = {"bfloat16": ("bf16", "float32"), "float8_e5m2": ("e5m2", "float32")}
 PLAIN_TYPES = {
     "bool": "bool",

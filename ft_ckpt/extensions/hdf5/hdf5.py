@@ -1,4 +1,8 @@
-"""Opens HDF5 files: our own by their index, compressed ones and those of other programs by h5py."""
+"""Opens HDF5 files.
+
+Files of ft_ckpt are read by their index. Compressed files and files of other programs are read by
+h5py.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,7 +30,7 @@ from ft_ckpt.storage.places import local_version
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _USER_BLOCK_SIZES = [1 << power for power in range(9, 31)]
-# flat elements [start, stop) of one tensor
+# (start, stop) -> flat elements [start, stop) of one tensor
 ReadElements = Callable[[int, int], Any]
 
 
@@ -100,7 +104,7 @@ def _indexed_file(
 
 
 def _open_moved(source: ForeignFile, verify: bool) -> IndexedFile | None:
-    """Open a file with an index: the index with offsets from the HDF5 library.
+    """Open a file of ft_ckpt by its index, with offsets that the HDF5 library gives.
 
     Returns None if there is no index, or if the program that moved the data has changed more than
     offsets. Raises CorruptError if the file is damaged.

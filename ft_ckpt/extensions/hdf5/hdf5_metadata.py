@@ -15,10 +15,17 @@ Attribute = str | bool | int | float | bytes | tuple[str, ...] | npt.NDArray[np.
 class Dataset:
     """One dataset: path, type, shape, attributes, and where its bytes lie."""
 
-    path: tuple[str, ...]  # name, or group and name
-    type: str  # "f4" and its like as numpy names them, "bool", "bf16" or "e5m2"
-    shape: tuple[int, ...] | None  # None: no elements and no shape
-    attributes: Mapping[str, Any] = field(default_factory=dict)  # values are `Attribute`s
-    start: int | None = None  # offset of its bytes from the end of the header; None: not laid out
-    alignment: int = 1  # of its first byte, in bytes
-    chunk: tuple[int, ...] = ()  # shape of a chunk, compressed by gzip; empty: not compressed
+    # a name, or a group and a name
+    path: tuple[str, ...]
+    # a name of numpy such as "f4", or "bool", "bf16" or "e5m2"
+    type: str
+    # None for a dataset without elements and shape
+    shape: tuple[int, ...] | None
+    # values are `Attribute`s
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    # offset of the first byte from the end of the header; None if it is not laid out
+    start: int | None = None
+    # alignment of the first byte in bytes
+    alignment: int = 1
+    # shape of the chunks that gzip compresses; () if the dataset is not compressed
+    chunk: tuple[int, ...] = ()

@@ -1,9 +1,9 @@
-"""Readers of models of Keras: its HDF5 files and `.keras` archives.
+"""Reads models of Keras from its HDF5 files and `.keras` archives.
 
-HDF5 files are whole models and weights alone, of Keras 2 and 3. Tensors are named after the layers
-of the model: `encoder/dense/kernel` where the file names variables, as whole models do, and
-`encoder/dense/0` where it numbers them, as `.weights.h5` does. Tensors of optimizers are left out
-by name. No model is built and nothing is executed: the config is kept as text in the metadata.
+An HDF5 file of Keras 2 or 3 has a whole model or only weights. Tensors are named after the layers
+of the model. The name is `encoder/dense/kernel` if the file names variables, as whole models do. It
+is `encoder/dense/0` if the file numbers them, as `.weights.h5` does. Tensors of optimizers are left
+out by name. No model is built and nothing is executed, so the config stays text in the metadata.
 """
 
 import json
@@ -26,9 +26,11 @@ from ft_ckpt.formats.trees import MAX_LEVELS
 # attributes of whole models and of Keras 2's weights
 _LAYERS, _WEIGHTS = "layer_names", "weight_names"
 _MODEL, _OPTIMIZER = "model_weights", ("optimizer_weights", "optimizer")
-_VARIABLES = "vars"  # the last group of every path in a .weights.h5
+# the last group of every path in a .weights.h5
+_VARIABLES = "vars"
 _TOP_LEVEL = "top_level_model_weights"
-_INNER, _CONFIG, _FACTS = "model.weights.h5", "config.json", "metadata.json"  # files in an archive
+# files in an archive
+_INNER, _CONFIG, _METADATA = "model.weights.h5", "config.json", "metadata.json"
 _MAX_CONFIG_BYTES = 64 << 20
 
 
@@ -43,12 +45,14 @@ class _Naming:
 def is_keras_archive(file: RawFile) -> bool:
     """Check whether the file is a zip file that begins with a record of Keras."""
     head = bytes(file.bytes(0, min(64, file.size_bytes)))
-    first_names = (_FACTS.encode(), _CONFIG.encode(), _INNER.encode())
+    first_names = (_METADATA.encode(), _CONFIG.encode(), _INNER.encode())
     return head.startswith(ZIP_MAGIC) and head[30:].startswith(first_names)
 
 
 def open_hdf5_weights(raw: RawFile) -> TensorView:
-    """Open the tensors of an HDF5 file: Keras' under its names, others under their paths.
+    """Open the tensors of an HDF5 file.
+
+    Those of Keras have the names of the model, and those of other files their paths.
 
     Raises CorruptError when the file is damaged or the tensors that it lists are not in it.
     """
@@ -68,7 +72,7 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
     with damaged_input(f"{raw.name}: an archive of Keras"):
         archive = zipfile.ZipFile(FileStream(raw))
         names = archive.namelist()
-        unread = [name for name in names if name not in (_INNER, _CONFIG, _FACTS)]
+        unread = [name for name in names if name not in (_INNER, _CONFIG, _METADATA)]
         if _INNER not in names:
             raise LoadError(
                 f"{raw.name}: no {_INNER} in it, but {listing(unread, ', ') or 'nothing'}; save it "
@@ -82,7 +86,7 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
             )
         config = _read_archive_document(archive, _CONFIG)
         metadata = {}
-        for key, value in _read_archive_document(archive, _FACTS).items():
+        for key, value in _read_archive_document(archive, _METADATA).items():
             metadata[key] = value if isinstance(value, str) else json.dumps(value)
         metadata["model_config"] = json.dumps(config)
         start, stop = record_span(raw, archive.getinfo(_INNER))
@@ -111,7 +115,7 @@ def _read_archive_document(archive: zipfile.ZipFile, name: str) -> dict[str, Any
 
 
 def _model_naming(file: IndexedFile) -> _Naming | None:
-    """Return the names of variables in the model; None if the file does not list them."""
+    """Return the names of the model's variables, or None if the file does not list them."""
     root = file.library
     prefix = f"{_MODEL}/" if isinstance(root.get(_MODEL), h5py.Group) else ""
     layers = root[_MODEL] if prefix else root
@@ -130,9 +134,9 @@ def _model_naming(file: IndexedFile) -> _Naming | None:
 
 
 def _weight_name(layer: str, weight: str) -> str:
-    """Return the path of a variable without TensorFlow's `:0`.
+    """Return the name of a variable: the path of its layer and its own, without TensorFlow's `:0`.
 
-    The path is below the variable's layer, unless it contains the layer's path.
+    For example, both ("dense", "kernel:0") and ("dense", "dense/kernel:0") become "dense/kernel".
     """
     path = re.sub(r":\d+$", "", weight)
     return path if layer == _TOP_LEVEL or f"/{layer}/" in f"/{path}/" else f"{layer}/{path}"
@@ -141,8 +145,8 @@ def _weight_name(layer: str, weight: str) -> str:
 def _numbered_naming(file: IndexedFile, layer_names: Mapping[str, str]) -> _Naming | None:
     """Name the variables of a file that numbers those of each layer; None for any other file.
 
-    The name of a layer is from an attribute of its group, or else from `layer_names`, or else the
-    name of the group.
+    An attribute of a layer's group has its name. Without the attribute the name is looked up in
+    `layer_names`, and if it is not there, the name of the group is used.
     """
     for path in file.index.names:
         if path.split("/")[-2:-1] != [_VARIABLES]:
@@ -201,7 +205,8 @@ def _snake_case(name: str) -> str:
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", split).lower()
 
 
-def _natural_path(path: str) -> list[tuple[int, str]]:  # sort key: numbers by value
+def _natural_path(path: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders numbers in a path by value, so that 2 comes before 10."""
     return [(int(step), "") if step.isdecimal() else (-1, step) for step in path.split("/")]
 
 
@@ -265,7 +270,7 @@ def _named_file(file: IndexedFile, naming: _Naming) -> IndexedFile:
         elif path in file.readers:
             readers[name] = file.readers[path]
         rows[name] = [dtype, shape, start, "", len(rows)]
-    # a value equal to a tensor's name would be read as a tie
+    # A value that equals a tensor's name would be read as a tie.
     metadata = {key: value for key, value in naming.metadata.items() if value not in rows}
     index = TensorIndex(rows, None, metadata, file.index.data_start)
     named = IndexedFile(file.raw, index, file.verify)

@@ -22,9 +22,9 @@ import torch
 
 from ft_ckpt.errors import CorruptError, LoadError, shown
 
-MAX_BYTES = 64 << 20  # of one object
+MAX_BYTES = 64 << 20  # limit of one pickle
 _MEMO_OPCODES = ("PUT", "BINPUT", "LONG_BINPUT")
-# of Python 2, which old protocols write
+# Old protocols write the names that modules had in Python 2.
 _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
@@ -110,9 +110,9 @@ def unpickle(data: bytes, source: str, table: Mapping[str, Any] = PLAIN_VALUES) 
 
 
 def _check_memo(data: bytes) -> None:
-    """Raise CorruptError for a place in the memo that no pickle of this size reaches.
+    """Raise CorruptError for an index in the memo that no pickle of this size reaches.
 
-    Python allocates all places before it.
+    A huge index would exhaust memory, because Python allocates all entries before it.
     """
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name in _MEMO_OPCODES and (argument or 0) > len(data):

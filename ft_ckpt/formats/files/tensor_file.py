@@ -22,15 +22,18 @@ _NO_CASTS: Mapping[str, int] = MappingProxyType({})
 class TensorFile(ABC):
     """An open file, or folder, of tensors in any format. Tensors are read on request.
 
-    A class sets `specs` and overrides `read`. The other defaults are those of a file that has only
-    tensors, which have to be read through their format.
+    A class sets `specs` and overrides `read`. The other defaults are right for a file that has only
+    tensors, if these have to be read through their format.
     """
 
-    specs: Mapping[str, Spec]  # the tensors by name, in file order; none is read for it
-    ties: Mapping[str, str] = _EMPTY  # further name of a tensor -> its name in `specs`
+    # The tensors by name, in file order. Their values are not read for it.
+    specs: Mapping[str, Spec]
+    # further name of a tensor -> its name in `specs`
+    ties: Mapping[str, str] = _EMPTY
     metadata: Mapping[str, str] = _EMPTY
-    skipped: Sequence[str] = ()  # "name: kind" of each value that is not a tensor
-    # "float32->bfloat16": number of tensors that are cast as they are read
+    # "name: kind" of each value that is not a tensor
+    skipped: Sequence[str] = ()
+    # number of tensors that are cast as they are read, such as {"float32->bfloat16": 12}
     casts: Mapping[str, int] = _NO_CASTS
 
     @abstractmethod

@@ -7,7 +7,7 @@ from ft_ckpt.errors import CorruptError
 from ft_ckpt.formats.files.raw_file import RawFile
 
 ZIP_MAGIC = b"PK\3\4"
-# of a record: signature, lengths of its name and of the extra field
+# A record begins with a signature and, after 22 bytes, the lengths of its name and extra field.
 _HEAD = struct.Struct("<4s22xHH")
 
 

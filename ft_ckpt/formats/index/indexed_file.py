@@ -15,7 +15,8 @@ from ft_ckpt.formats.index.file_index import TensorIndex
 from ft_ckpt.formats.trees import Node
 from ft_ckpt.storage.io import ByteRun
 
-ReadElements = Callable[[int, int], Any]  # flat elements [start, stop) of one tensor
+# (start, stop) -> flat elements [start, stop) of one tensor
+ReadElements = Callable[[int, int], Any]
 
 
 class IndexedFile(TensorFile):
@@ -25,8 +26,10 @@ class IndexedFile(TensorFile):
         """Open the tensors of `raw` by their index; `verify` compares digests of whole tensors."""
         self.raw, self.index, self.verify = raw, index, verify
         self.specs = index.specs
-        self.readers: dict[str, ReadElements] = {}  # of tensors that cannot be mapped
-        self.library: Any = None  # h5py's file, if needed
+        # functions that read the tensors that cannot be mapped
+        self.readers: dict[str, ReadElements] = {}
+        # h5py's file, or None if h5py is not needed
+        self.library: Any = None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Read elements [start, stop) of the flat tensor `name`.
@@ -74,7 +77,10 @@ class IndexedFile(TensorFile):
         return [ByteRun(name, self.raw.file, self.index.start(name), self.specs[name].size_bytes)]
 
     def maps(self, name: str) -> bool:
-        """Check whether the whole tensor, mapped or small, costs no more to read than a part."""
+        """Check whether reading the whole tensor costs no more than reading a part of it.
+
+        This is so if it is mapped or small.
+        """
         if name in self.readers:
             return False
         return self.raw.mapped or self.specs[name].size_bytes < MAP_BYTES

@@ -4,8 +4,8 @@ Needs no torch.
 
 Source: the format description in the safetensors repository. A file is an 8-byte little-endian
 header length, a JSON header padded with spaces to a multiple of 8, and the tensors without gaps.
-The order is that of the reference writer (widest type first, then by name), so our files equal its
-files byte for byte.
+Tensors are ordered as by the reference writer (widest type first, then by name), so the files equal
+its files byte for byte.
 """
 
 import json
@@ -28,7 +28,8 @@ from ft_ckpt.storage import Readable, is_utf8, read_range
 # unexpected, and ignores it.
 HELPER = "__hdf5__.rotary_emb.inv_freq.position_ids"
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own bound
-NAMES = {  # torch name: name in the file, narrowest first, in the reference writer's order
+# torch's name -> name in the file, narrowest first, in the reference writer's order
+NAMES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -70,8 +71,9 @@ def lay_out_safetensors(
     ordered = sorted(sorted(specs, key=_NAME), key=lambda spec: -_RANK[spec.dtype])
     header = bytearray(8) + b"{"
     if metadata or ties:
-        notes = json.dumps({**metadata, **ties}, ensure_ascii=False, separators=(",", ":"))
-        header += f'"__metadata__":{notes},'.encode()
+        texts = {**metadata, **ties}
+        metadata_text = json.dumps(texts, ensure_ascii=False, separators=(",", ":"))
+        header += f'"__metadata__":{metadata_text},'.encode()
     # The entries are put together as text: objects for 100,000 tensors would take more time and
     # memory than the rest. Kinds of tensors are few, even for many tensors.
     kinds: dict[tuple[Shape, str], tuple[str, int]] = {}
@@ -124,10 +126,12 @@ def _refuse_specs(specs: Sequence[Spec]) -> None:
 class HeaderEntry(NamedTuple):
     """A tensor as the header of its file describes it."""
 
-    dtype: str  # torch's name, or the file's own where torch has no such type
+    # torch's name, or the name in the file if torch has no such type
+    dtype: str
     shape: tuple[int, ...]
-    start: int  # first byte in the file, inclusive
-    end: int  # end of its bytes in the file, exclusive
+    # The tensor has bytes [start, end) of the file.
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The tensors of torch files."""
+"""Opens torch files as files of named tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,7 +64,7 @@ class TorchFile(TensorFile):
         if tensor.is_contiguous():
             return tensor.view(-1)[start:stop]
         if self._copied[0] != name:
-            # frees the last one before the next is copied
+            # frees the last tensor before the next one is copied
             self._copied = _NO_COPY
             self._copied = (name, tensor.contiguous().view(-1))
         return self._copied[1][start:stop]
@@ -88,9 +88,10 @@ def open_torch_file(file: RawFile) -> TorchFile:
 
 
 def local_copy(file: RawFile) -> RawFile:
-    """Return the file, or an open copy of an object in a bucket, which torch cannot map.
+    """Return the file, or an open local copy if it is an object in a bucket.
 
-    The name of the copy is deleted already.
+    torch cannot map such an object. The copy has no name any more, so it is deleted when it is
+    closed.
     """
     if file.can_map:
         return file

@@ -36,8 +36,8 @@ from ft_ckpt.extensions.foreign.torch_files.sums import (
 )
 from ft_ckpt.formats.files import PLAIN_VALUES, ZIP_MAGIC, FileStream, RawFile, StandIn, stand_in
 
-# Objects of these packages become stand-ins: they are common in training checkpoints and not needed
-# for the tensors.
+# Objects of these packages become stand-ins, because they are common in training checkpoints and
+# not needed for the tensors.
 _HARMLESS = frozenset(
     (
         *("argparse", "deepspeed", "enum", "numpy", "omegaconf", "pathlib"),
@@ -45,7 +45,8 @@ _HARMLESS = frozenset(
     )
 )
 _make_array = np.empty(0).__reduce__()[0]
-_VALUES: Mapping[str, Any] = {  # what torch does not accept by itself, and gives plain values
+# Classes and functions that torch does not accept by itself, and that only make plain values.
+_VALUES: Mapping[str, Any] = {
     **PLAIN_VALUES,
     **{f"builtins.{kind.__name__}": kind for kind in (int, float, str, dict, list, tuple)},
     "numpy.core.multiarray._reconstruct": _make_array,
@@ -53,10 +54,11 @@ _VALUES: Mapping[str, Any] = {  # what torch does not accept by itself, and give
     "numpy.ndarray": np.ndarray,
 }
 _NUMPY_TYPES = tuple({type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"})
-# how legacy files begin, and pickles that torch.save did not write
+# Legacy files begin with _LEGACY, and pickles that torch.save did not write with one of _BARE.
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _BARE = (b"\x80\x02}", b"\x80\x02c")
-_ACCEPTED = Lock()  # the classes that torch accepts are the same for all threads of a process
+# One thread at a time sets the classes that torch accepts, because all threads share them.
+_ACCEPTED = Lock()
 
 
 def is_harmless(full_name: str) -> bool:
@@ -69,9 +71,9 @@ def load_torch_value(
 ) -> Any:
     """Load the value in a torch file, with its tensors on the CPU.
 
-    Tensors are mapped from a local zip file, or else in memory. Objects whose classes are not
-    imported are stand-ins; `admits` says for which full names. Raises LoadError naming all others;
-    CorruptError for a damaged file.
+    Tensors are mapped from a local zip file. Those of other files are in memory. Objects whose
+    classes are not imported become stand-ins if `admits` returns True for the full name of the
+    class. Raises LoadError naming all other classes; CorruptError for a damaged file.
     """
     with damaged_input(f"{file.name}: saved by torch"):
         file.check()
@@ -160,7 +162,7 @@ def _rewind(source: Source) -> None:
 def is_torch_file(file: RawFile) -> bool:
     """Check whether the file begins as torch's do: with a zip record or a pickle."""
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
-    # as safetensors can begin
+    # A safetensors file may begin with the same byte as a pickle, but its byte 8 is "{".
     return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")
 
 
