@@ -22,7 +22,7 @@ from ft_ckpt.extensions.rl.writers import check_writer_names
 from ft_ckpt.extensions.transfer.sending import push_goal
 from ft_ckpt.messages import LOG, announce
 from ft_ckpt.model.parts import Attribute, check_model, model_inside, saves_adapters_only
-from ft_ckpt.model.sidecars import check_companions
+from ft_ckpt.model.sidecars import check_sidecars
 from ft_ckpt.model.tensors import Merged, Part, View, has_adapters, merge_choice
 from ft_ckpt.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.ranks.moving import is_first_process
@@ -169,7 +169,7 @@ class CheckpointSaver(Generic[SaveResult]):
         for model in getattr(accelerator, "_models", None) or ():
             # A chat template needs the tokens of the tokenizer, which `save` may get later.
             template_name = self.config.chat_template_name if tokenizer else None
-            check_companions(unwrap(model), tokenizer, template_name)
+            check_sidecars(unwrap(model), tokenizer, template_name)
         self._run = TrainingRun(accelerator, self.config)
         # the argument of `remaining`
         self._epochs: int | None = None

@@ -190,14 +190,14 @@ def _make_manifest(
     `notes` are added to the notes of its parts; a note is recorded once.
     """
     plan, request, config = agreed.plan, agreed.plan.request, context.config
-    companions = plan.companions
+    sidecars = plan.sidecars
     is_compressed = config.compression is not None
     records = []
     all_notes: list[str] = []
     for part_plan in plan.plans:
         name = part_plan.part.name
-        base = _base_with_fingerprint(name, companions.bases, agreed.samples)
-        records.append(_part_record(part_plan, base, companions.classes[name], is_compressed))
+        base = _base_with_fingerprint(name, sidecars.bases, agreed.samples)
+        records.append(_part_record(part_plan, base, sidecars.classes[name], is_compressed))
         all_notes += part_plan.part.notes
     all_notes += notes
     # An export of a run has its model without the state of the run.

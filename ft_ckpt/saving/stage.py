@@ -72,7 +72,7 @@ def open_stage(
     if not context.ranks.is_main:
         return StagedSave()
     with explained(request.target):
-        notes = check_configs(plan.plans, plan.companions, request)
+        notes = check_configs(plan.plans, plan.sidecars, request)
         staging = open_staging_at(
             request.target,
             saver_tuning(config).direct_bytes,
@@ -123,7 +123,7 @@ def _write_sidecars(
 ) -> tuple[FileRecord, ...]:
     """Write the sidecar files, as soon as the disk has space for the whole checkpoint."""
     request = plan.request
-    contents = sorted(plan.companions.contents().items())
+    contents = sorted(plan.sidecars.contents().items())
     needed_bytes = _MANIFEST_BYTES
     needed_bytes += sum(len(content) for _, content in contents)
     for part_plan in plan.plans:

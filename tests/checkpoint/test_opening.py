@@ -368,14 +368,14 @@ def test_a_checkpoint_that_is_replaced_is_converted_as_it_was(tmp_path, monkeypa
     """Weights and config are of one save, and nothing may delete it meanwhile."""
     model = models.build("llama").eval()
     CheckpointSaver().save(model, tmp_path / "out")
-    real = converting.copy_companions
+    real = converting.copy_sidecars
 
     def overwritten_before(*asked):
         assert leases_in(tmp_path / "out")
         CheckpointSaver().save(models.build("qwen3"), tmp_path / "out")
         return real(*asked)
 
-    monkeypatch.setattr(converting, "copy_companions", overwritten_before)
+    monkeypatch.setattr(converting, "copy_sidecars", overwritten_before)
     ft_ckpt.convert(tmp_path / "out", tmp_path / "new", progress=False)
     loaded = ft_ckpt.load_model(tmp_path / "new")
     assert type(loaded) is type(model)

@@ -98,8 +98,8 @@ def test_background_saves():
     """
     live = live_model("fsdp2", "llama")
     written = []
-    real = uploads.RemoteWriting.finish
-    uploads.RemoteWriting.finish = lambda writing: written.append(writing.name) or real(writing)
+    real = uploads.MultipartUpload.finish
+    uploads.MultipartUpload.finish = lambda writing: written.append(writing.name) or real(writing)
     settings = {"max_shard_size": 200_000, "each_rank_writes": "on"}
     with saver_of(live, RUN, **settings) as saver:
         train(live, saver, 0, 2)
@@ -112,7 +112,7 @@ def test_background_saves():
         train(live, saver, 4, 1)
         now = truth(live)
         saver.save_state()
-    uploads.RemoteWriting.finish = real
+    uploads.MultipartUpload.finish = real
     assert written, "each rank has files of its own"
     everybody = [None] * WORLD
     dist.all_gather_object(everybody, sorted(set(written)))

@@ -32,7 +32,7 @@ from ft_ckpt.extensions.buckets.client_errors import (
     writing_object,
 )
 from ft_ckpt.extensions.buckets.client_options import client_options
-from ft_ckpt.extensions.buckets.uploads import RemoteWriting
+from ft_ckpt.extensions.buckets.uploads import MultipartUpload
 from ft_ckpt.messages import clean_causes
 from ft_ckpt.storage import (
     Folder,
@@ -145,14 +145,14 @@ class ObjectStore(RemoteStore):
         with writing_object(self.where(name)):
             obstore.put(self.client, self.key(name), data, use_multipart=False)
 
-    def create(self, name: str, size_bytes: int) -> "RemoteWriting":
+    def create(self, name: str, size_bytes: int) -> "MultipartUpload":
         """Begin a multipart upload in the background.
 
         Bytes may be written in any order. Those after a gap are kept in memory until the gap is
         filled.
         """
         checked_name(name)
-        return RemoteWriting(self, name, size_bytes)
+        return MultipartUpload(self, name, size_bytes)
 
     def list(self, prefix: str = "") -> list[Stored]:
         with reading_object(self.where(prefix)):

@@ -30,7 +30,7 @@ def size_of_parts(size_bytes: int) -> int:
 
 
 @dataclass
-class RemoteWriting:
+class MultipartUpload:
     """An upload in progress.
 
     Attributes:

@@ -87,7 +87,7 @@ class WeightsFolder(JoinedFile):
         """Return the folder of a part as a store."""
         return Place(self.store, part.path).folder
 
-    def companions(self) -> tuple[list[Stored], list[str]]:
+    def sidecar_files(self) -> tuple[list[Stored], list[str]]:
         """List the sidecar files, which can be copied next to weights of any format.
 
         Also returns the names of the other files, which have weights, their index or training

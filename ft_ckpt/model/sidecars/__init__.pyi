@@ -5,7 +5,7 @@ from .model_files import (
     nested_configs as nested_configs,
 )
 from .part_files import (
-    check_companions as check_companions,
+    check_sidecars as check_sidecars,
     write_part_files as write_part_files,
 )
 from .quantisation import (

@@ -14,7 +14,7 @@ from ft_ckpt.model.sidecars.tokenizer import check_tokenizer
 from ft_ckpt.model.tensors import Part
 
 
-def check_companions(
+def check_sidecars(
     module: nn.Module, tokenizer: Any, chat_template_name: str | None
 ) -> tuple[str, ...]:
     """Check that the tokenizer and the generation settings fit the model.

@@ -24,7 +24,7 @@ from ft_ckpt.ranks.wrappers import ModelTensors, engine_names, from_state_dict
 from ft_ckpt.saving.planning import replicas
 from ft_ckpt.saving.planning.files import PartPlan, frozen_names, plan_part
 from ft_ckpt.saving.planning.request import SaveRequest
-from ft_ckpt.saving.planning.sidecars import Companions, companions_of
+from ft_ckpt.saving.planning.sidecars import Sidecars, sidecars_of
 
 # A few elements of the adapters' base models: part -> tensor -> flat index -> element.
 BaseSamples = Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -42,7 +42,7 @@ class SavePlan:
             memory. Their values must be equal.
         can_spread: Whether every rank can gather the tensors of a file. Else only rank 0 can.
         samples: Sampled elements of the adapters' base models that this rank holds.
-        companions: The sidecar files.
+        sidecars: The sidecar files.
     """
 
     request: SaveRequest
@@ -51,7 +51,7 @@ class SavePlan:
     ties_to_check: tuple[tuple[Source, Source], ...]
     can_spread: bool = True
     samples: BaseSamples = field(default_factory=dict)
-    companions: Companions = field(default_factory=Companions)
+    sidecars: Sidecars = field(default_factory=Sidecars)
 
 
 def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
@@ -104,7 +104,7 @@ def _plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
         ties_to_check=tuple(ties_to_check),
         can_spread=all(is_known_to_all(source.sharding, ranks.size) for source in stored_sources),
         samples=samples,
-        companions=companions_of(request, plans, ranks),
+        sidecars=sidecars_of(request, plans, ranks),
     )
 
 

@@ -17,8 +17,8 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.model.base import record_of_base
 from ft_ckpt.model.files import EXTRA_FILE, SETTINGS_FILES
 from ft_ckpt.model.sidecars import (
-    check_companions,
     check_config,
+    check_sidecars,
     notes_on_classes,
     write_part_files,
     write_tokenizer,
@@ -33,7 +33,7 @@ from ft_ckpt.storage.places import files_made_by
 
 
 @dataclass(frozen=True, eq=False)
-class Companions:
+class Sidecars:
     """The content of the sidecar files at one moment, on rank 0.
 
     Later changes to the model do not change the content.
@@ -63,14 +63,14 @@ class Companions:
         return contents
 
 
-def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -> Companions:
+def sidecars_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -> Sidecars:
     """Make the sidecar files of the live objects as they are now.
 
     The result is empty on ranks other than 0. Raises CompanionError if tokenizer, config and model
     do not fit, ConfigError for extra files outside the folder or with a path of another file.
     """
     if not ranks.is_main:
-        return Companions()
+        return Sidecars()
     reserved = {MANIFEST_NAME, STATE_DOCUMENT}
     for plan in plans:
         reserved.add(plan.index_path)
@@ -79,7 +79,7 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks)
     parts_with_config = [plan.part for plan in plans if plan.part.kind in ("model", "adapter")]
     notes: list[str] = []
     for part in parts_with_config:
-        notes += check_companions(part.module, request.tokenizer, request.chat_template_name)
+        notes += check_sidecars(part.module, request.tokenizer, request.chat_template_name)
     parts = [plan.part for plan in plans if plan.part.kind != "state"]
     bases = {part.name: record_of_base(part) for part in parts if part.kind == "adapter"}
     files: dict[str, bytes] = {}
@@ -110,7 +110,7 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks)
         if plan.index is not None:
             files[plan.index_path] = plan.index.encode()
     document = None if request.run_state is None else request.run_state.document
-    return Companions({**files, **extras}, bases, classes, document, tuple(notes))
+    return Sidecars({**files, **extras}, bases, classes, document, tuple(notes))
 
 
 def path_in(part: Part, name: str) -> str:
@@ -152,7 +152,7 @@ def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) ->
 
 
 def check_configs(
-    plans: Sequence[PartPlan], sidecars: Companions, request: SaveRequest
+    plans: Sequence[PartPlan], sidecars: Sidecars, request: SaveRequest
 ) -> tuple[str, ...]:
     """Check that the config of each saved model describes it; called on rank 0.
 

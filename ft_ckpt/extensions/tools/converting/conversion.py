@@ -27,7 +27,7 @@ from ft_ckpt.extensions.tools.converting.copy_check import check_copy
 from ft_ckpt.extensions.tools.converting.folder import (
     ConvertedPart,
     converted_manifest,
-    copy_companions,
+    copy_sidecars,
     plan_converted_part,
     staged_records,
 )
@@ -252,7 +252,7 @@ def _convert_to_folder(
     left_out: list[str] = []
     if isinstance(tensor_file, WeightsFolder):
         parts = tensor_file.parts
-        sidecars, left_out = tensor_file.companions()
+        sidecars, left_out = tensor_file.sidecar_files()
     converted = [plan_converted_part(part, options) for part in parts]
     outputs: list[Output] = []
     for part in converted:
@@ -261,7 +261,7 @@ def _convert_to_folder(
     staging = _open_staging(options, size_bytes + sum(file.size_bytes for file in sidecars))
     store = staging.store
     try:
-        copy_companions(source.folder, [file.name for file in sidecars], store, options)
+        copy_sidecars(source.folder, [file.name for file in sidecars], store, options)
         written = write_outputs(outputs, store, options.progress)
         for part in converted:
             _finish_part(part, store, options)

@@ -124,7 +124,7 @@ def _names_in_part(part: FolderPart, names: Iterable[str], table: Names) -> dict
     return names_in_part
 
 
-def copy_companions(
+def copy_sidecars(
     source: Store, names: Sequence[str], store: Store, options: ConvertOptions
 ) -> None:
     """Copy the sidecar files `names` into the staging `store`.

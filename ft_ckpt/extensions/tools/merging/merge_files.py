@@ -200,7 +200,7 @@ def _sidecar_files(base_file: TensorFile, stored: StoredAdapters) -> dict[str, b
     """
     stores: dict[str, Store] = {}
     if isinstance(base_file, WeightsFolder):
-        sidecars, _ = base_file.companions()
+        sidecars, _ = base_file.sidecar_files()
         for file in sidecars:
             if not _NOT_COPIED.match(file.name):
                 stores[file.name] = base_file.store
