@@ -1,6 +1,6 @@
-"""Facts about a stored model for people: class, parameters, adapter, base.
+"""Describes a stored model: class, number of parameters, adapter and base.
 
-From manifests and configs; no torch.
+The description comes from manifests and configs. Neither tensors nor torch are needed.
 """
 
 import math
@@ -16,8 +16,10 @@ from ft_ckpt.errors import CheckpointError, listing
 from ft_ckpt.retention import Keep, keep_from_record
 from ft_ckpt.storage import Store
 
-_MAX_DOCUMENT_BYTES = 64 << 20  # of a training state
-_SIZES = {  # fields of a config of transformers, and their words
+# a larger JSON document of a training state is not read
+_MAX_DOCUMENT_BYTES = 64 << 20
+# fields of a config of transformers, and how they are printed
+_SIZES = {
     "num_hidden_layers": "{:,} layers",
     "hidden_size": "hidden size {:,}",
     "vocab_size": "{:,} tokens",
@@ -28,40 +30,50 @@ _MAX_TARGETS = 8
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model, or an adapter, that is stored somewhere."""
+    """A description of a stored model or adapter. What is unknown is None or empty.
+
+    Attributes:
+        class_name: The name of the model's class.
+        parameters: The number of stored elements, without the training state. Tied tensors count
+            once.
+        dtypes: The dtypes, beginning with that of most elements.
+        model_type: The type of the architecture, such as "llama".
+        sizes: The numbers of layers, hidden units and tokens, by the fields of the config.
+        quantisation: The method by which the weights are quantised.
+        adapter: The kind of adapter, such as "LoRA"; None for a model.
+        rank: The rank of a LoRA adapter.
+        alpha: The alpha of a LoRA adapter.
+        targets: The modules that have adapters.
+        base: The name or path of the adapter's base model.
+    """
 
     class_name: str | None
     parameters: int
-    """Number of stored elements, without the training state; ties count once."""
     dtypes: tuple[str, ...]
-    """The dtype of most elements first."""
     model_type: str | None = None
     sizes: Mapping[str, int] | None = None
-    """Layers, hidden size and vocabulary by the names of the config's fields, as far as it has
-    them.
-    """
     quantisation: str | None = None
     adapter: str | None = None
-    """The kind of adapter, such as "LoRA"; None for a model."""
     rank: int | None = None
     alpha: float | None = None
     targets: tuple[str, ...] = ()
     base: str | None = None
-    """Name or path of the adapter's base."""
 
     def headline(self) -> str:
         """Return a line such as "LoRA adapter of LlamaForCausalLM, 4,096 parameters in float32"."""
-        what = self.class_name or ""
+        subject = self.class_name or ""
         if self.adapter is not None:
-            what = f"{self.adapter} adapter of {what}" if what else f"{self.adapter} adapter"
+            subject = f"{self.adapter} adapter"
+            if self.class_name:
+                subject += f" of {self.class_name}"
         unit = "parameters" if self.quantisation is None else "stored elements"
         size = f"{human_count(self.parameters)} {unit}"
         if self.dtypes:
             size += f" in {' and '.join(self.dtypes)}"
-        return f"{what}, {size}" if what else size
+        return f"{subject}, {size}" if subject else size
 
     def details(self) -> Iterator[str]:
-        """Yield a line for the architecture, the adapter and its base, if they are known."""
+        """Yield a line each for the architecture, the quantisation, the adapter and its base."""
         architecture = [self.model_type] if self.model_type else []
         for field, size in (self.sizes or {}).items():
             architecture.append(_SIZES[field].format(size))
@@ -104,7 +116,7 @@ def facts_of_part(store: Store, part: PartRecord) -> ModelFacts:
 
 
 def facts_of_folder(store: Store, tensors: Iterable[tuple[str, Sequence[int]]]) -> ModelFacts:
-    """Return the facts about a folder of another program.
+    """Describe the model in a folder that another program wrote.
 
     `tensors` has the dtype and shape of each tensor.
     """
@@ -204,7 +216,7 @@ def _number(value: object) -> float | None:
 def rules_of_run(infos: Sequence[CheckpointInfo]) -> Keep | None:
     """Return the rules of the run in its newest training state.
 
-    Returns None if there is none, or it cannot be read.
+    Returns None if there is no training state, or if it cannot be read.
     """
     for info in reversed(infos):
         for part in info.manifest.parts:

@@ -17,7 +17,8 @@ from ft_ckpt.storage.local import BUCKET_NEEDS, FOLDER_NEEDS, Ability, try_place
 from ft_ckpt.storage.places import Place, open_place
 from ft_ckpt.values import human_size
 
-_INSTEAD = {  # the fallback where an ability is missing
+# What saves do if a folder or bucket does not support an operation.
+_FALLBACKS = {
     "exchange two folders": (
         "an overwritten checkpoint is put aside file by file; a crash is undone by the next save"
     ),
@@ -31,10 +32,17 @@ _INSTEAD = {  # the fallback where an ability is missing
 
 @dataclass(frozen=True)
 class PlaceReport:
-    """The result of examining a place."""
+    """What a folder or bucket supports.
+
+    Attributes:
+        place: Its path or URL.
+        mount: The mount of its file system; None for a bucket.
+        free_bytes: The free space; None if there is no limit.
+        abilities: The operations that were tried, and whether they work.
+    """
 
     place: str
-    mount: Mount | None  # None for a bucket
+    mount: Mount | None
     free_bytes: int | None
     abilities: tuple[Ability, ...]
 
@@ -45,9 +53,9 @@ class PlaceReport:
         dangers = []
         if self.mount is not None and self.mount.is_bucket:
             dangers.append(self.mount.warning)
-        broken = [ability for ability in self.abilities if not ability.works]
-        lacking = [ability for ability in broken if ability.name in needed]
-        dangers += [f"{ability.name}: {ability.detail}" for ability in lacking]
+        for ability in self.abilities:
+            if ability.name in needed and not ability.works:
+                dangers.append(f"{ability.name}: {ability.detail}")
         return tuple(dangers)
 
 
@@ -74,9 +82,10 @@ def _doctor(options: Namespace) -> int:
 
 
 def _examine_on_ranks(place: Place, options: Namespace, ranks: Ranks) -> int:
-    """Examine the place on rank 0, then how all ranks share it; rank 0 prints.
+    """Test the folder or bucket on rank 0, then test how all ranks share it.
 
-    Collective: call it on every rank.
+    Rank 0 prints the results. Returns the exit code, which is the same on all ranks. Collective:
+    call it on every rank.
     """
     report: PlaceReport | None = None
     with ranks.deferring_error() as examining:
@@ -125,7 +134,7 @@ def _show_place(report: PlaceReport) -> None:
         if ability.works:
             rows.append((ability.name, "yes", ""))
         else:
-            fallback = f"{ability.detail}; {_INSTEAD.get(ability.name, '')}".rstrip("; ")
+            fallback = f"{ability.detail}; {_FALLBACKS.get(ability.name, '')}".rstrip("; ")
             rows.append((ability.name, "no", fallback))
     output.print_table(("", "works", "else"), rows)
 

@@ -20,19 +20,30 @@ _AT_ONCE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class SharingReport:
-    """How several ranks share a folder or bucket."""
+    """How several ranks share a folder or bucket.
 
-    clients: int  # of its file system; 0: a bucket
-    ranks: tuple[dict[str, Any], ...]  # on rank 0: how each sees it
+    Attributes:
+        clients: The number of clients of its file system; 0 for a bucket.
+        ranks: How each rank sees it. This is known on rank 0 only.
+        caches: How long other clients show the old state after a change.
+        range_problem: What went wrong when all ranks wrote byte ranges of one file. It is "" if all
+            arrived, and None if it was not tried.
+        mode: How saves will write, if every rank has enough to write.
+        writes: That mode in words.
+        reason: Why saves use this mode.
+    """
+
+    clients: int
+    ranks: tuple[dict[str, Any], ...]
     caches: tuple[CacheAge, ...]
-    range_problem: str | None  # of byte ranges of all ranks in one file; None: not tried
-    mode: str  # of saves in which every rank has enough to write
-    writes: str  # that mode in words
+    range_problem: str | None
+    mode: str
+    writes: str
     reason: str
 
 
 def examine_sharing(store: Store, ranks: Ranks) -> SharingReport:
-    """Examine how the ranks share `store`, by the decision that saves take.
+    """Test how the ranks share `store`, and how saves decide to write there.
 
     Collective: call it on every rank. Raises the error of any rank on all.
     """
@@ -56,6 +67,7 @@ def examine_sharing(store: Store, ranks: Ranks) -> SharingReport:
 
 
 def _rank_rows(sharing: FolderSharing) -> Iterator[dict[str, Any]]:
+    """Yield how each rank sees the folder, with a number from 1 in place of the client's name."""
     numbers: dict[str, int] = {}
     for view in sharing.views:
         client = view.get("client")

@@ -1,4 +1,7 @@
-"""The commands `convert` and `average`, and what commands share that write weights."""
+"""The commands `convert` and `average`.
+
+It also has the options and the output that all commands share that write weights.
+"""
 
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
@@ -13,7 +16,8 @@ from ft_ckpt.values import human_size
 if TYPE_CHECKING:
     from ft_ckpt.extensions.tools.converting import ConvertReport
 
-_MAX_NAMED = 8  # skipped values that are named
+# how many of the values that were left out are named
+_MAX_NAMED = 8
 
 
 def add_output_options(parser: ArgumentParser) -> None:

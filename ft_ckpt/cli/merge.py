@@ -6,7 +6,9 @@ from contextlib import suppress
 
 from ft_ckpt.cli.files import add_output_options, print_conversion, refuse_existing
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # settings of glibc's allocator
+# Numbers of settings of glibc's allocator.
+_MMAP_THRESHOLD = -3
+_TRIM_THRESHOLD = -1
 _KEPT_BYTES = 1 << 30
 
 
@@ -66,7 +68,7 @@ def _merge(options: Namespace) -> None:
 def _keep_freed_memory() -> None:
     """Let the allocator of this process keep freed memory.
 
-    The next layer needs as much, and new pages are slow.
+    The next layer needs as much memory, and it takes time to get new pages from the system.
     """
     with suppress(AttributeError, OSError):  # another allocator
         libc = ctypes.CDLL(None)

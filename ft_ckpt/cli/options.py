@@ -1,4 +1,4 @@
-"""Options shared by several commands; output to the standard streams."""
+"""Declares options that several commands share, and prints to the standard streams."""
 
 import codecs
 import io
@@ -62,17 +62,20 @@ def bounded(
     return parse
 
 
-# Control characters, also as undecodable bytes; line separators; bidirectional marks.
+# Control characters (as characters or as undecodable bytes), line separators, and marks that change
+# the direction of text.
 _CONTROLS = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\udc80-\udc9f]"
 )
-_BROKEN_PIPE = 141  # a shell's exit code of a program that SIGPIPE ended
+# a shell reports this exit code of a program that SIGPIPE has ended
+_BROKEN_PIPE = 141
 
 
 def accept_any_text() -> None:
-    """Make the streams print any text.
+    """Make the standard streams print any text without an error.
 
-    Undecodable file names become their bytes, and unencodable characters escapes.
+    File names that cannot be decoded are printed as their bytes. Characters that cannot be encoded
+    are printed as escapes.
     """
     codecs.register_error("ft_ckpt", _escape_text)
     for stream in (sys.stdout, sys.stderr):
@@ -93,7 +96,10 @@ def print_lines(*lines: str, file: TextIO | None = None) -> None:
 
 
 def print_path(path: object) -> None:
-    """Print a path as its bytes, for scripts; escaped if it has control characters."""
+    """Print a path as its bytes, so that scripts can use it.
+
+    A path with control characters is escaped instead.
+    """
     print(printable(str(path)) if _CONTROLS.search(str(path)) else path)
 
 
@@ -101,8 +107,8 @@ def print_path(path: object) -> None:
 def checked_output() -> Iterator[None]:
     """Flush what the block prints.
 
-    Raises TargetError if it cannot be written; exits with 141 on a broken pipe. Without this
-    context, Python prints a message of its own at exit and exits with 120.
+    Raises TargetError if it cannot be written. On a broken pipe the process exits with 141. Without
+    this context, Python would print a message of its own at exit, and exit with 120.
     """
     try:
         try:

@@ -1,6 +1,6 @@
-"""Output of `ft-ckpt`: tables for people, JSON for programs, and values as text.
+"""Prints tables for people and JSON for programs, and formats values as text.
 
-Rich is imported when a table is printed.
+Rich is slow to import, so it is imported only when a table is printed.
 """
 
 import dataclasses
@@ -16,12 +16,16 @@ from ft_ckpt.cli.options import print_lines
 from ft_ckpt.messages import printable
 from ft_ckpt.schema import values_of
 
-_NUMBERS = {"step", "size", "checkpoints"}  # right-aligned columns
+# the heads of columns that are right-aligned
+_NUMBER_HEADS = {"step", "size", "checkpoints"}
 COLUMN_GAP = 2  # spaces between columns
 
 
 def terminal_width() -> int:
-    """Return the width of the terminal in characters; a large number in a file or pipe."""
+    """Return the width of the terminal in characters.
+
+    If the output is not a terminal, this is a large number, so that nothing is wrapped.
+    """
     if sys.stdout is None or not sys.stdout.isatty():
         return 100_000
     from rich.console import Console
@@ -32,9 +36,10 @@ def terminal_width() -> int:
 def print_table(
     heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: Sequence[int] = ()
 ) -> None:
-    """Print a table as wide as its contents; the first column is not wrapped.
+    """Print a table that is as wide as its contents, or as the terminal if that is narrower.
 
-    `red`: numbers of the rows in red.
+    Cells are wrapped if the terminal is too narrow, but those of the first column never are. The
+    rows with the numbers `red` are printed in red.
     """
     from rich.console import Console
     from rich.table import Table
@@ -43,7 +48,7 @@ def print_table(
     cells = [tuple(map(printable, line)) for line in rows]
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, COLUMN_GAP, 0, 0))
     for number, head in enumerate(heads):
-        is_number = head in _NUMBERS
+        is_number = head in _NUMBER_HEADS
         name = Text(printable(head))  # not str: a name may look like markup
         table.add_column(
             name,
@@ -53,15 +58,16 @@ def print_table(
         )
     for number, line in enumerate(cells):
         table.add_row(*map(Text, line), style="red" if number in red else None)
-    first = max((len(line[0]) for line in cells), default=0)
-    min_width = first + (len(heads) - 1) * (COLUMN_GAP + 4)  # the terminal breaks longer names
+    first_width = max((len(line[0]) for line in cells), default=0)
+    # If the names need more than the terminal has, the terminal itself breaks the lines.
+    min_width = first_width + (len(heads) - 1) * (COLUMN_GAP + 4)
     Console(width=max(terminal_width(), min_width)).print(table)
 
 
 def print_json(value: Any) -> None:
     """Print `value` as indented JSON.
 
-    Dataclasses become objects, paths and non-finite numbers text.
+    Dataclasses become objects. Paths and numbers that are not finite become text.
     """
     print_lines(*json.dumps(_json_value(value), indent=2).split("\n"))
 

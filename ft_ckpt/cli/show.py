@@ -49,9 +49,9 @@ def run_folder(location: str) -> Place:
 
 
 def run_checkpoints_in(run: Place) -> list[CheckpointInfo]:
-    """Return the checkpoints of a run; [] for an empty folder.
+    """Return the checkpoints of a run, or [] for an empty folder.
 
-    Raises NotACheckpointError for other contents.
+    Raises NotACheckpointError if the folder has other contents.
     """
     infos = run_checkpoints(run)
     if not infos and run.folder.stat(MANIFEST_NAME) is not None:
@@ -66,9 +66,9 @@ def run_checkpoints_in(run: Place) -> list[CheckpointInfo]:
 
 
 def followed_run(location: str) -> Place:
-    """Open the folder of a run to wait for.
+    """Open the folder of a run whose checkpoints the caller waits for. It need not exist yet.
 
-    Raises NotACheckpointError if it is a file, or holds no run's checkpoints.
+    Raises NotACheckpointError if it is a file, or if it is known to be no run.
     """
     run = open_place(location)
     contents = describe_contents(run)
@@ -115,7 +115,7 @@ def _ls(options: Namespace) -> None:
 def _rows_of_contents(place: Place, contents: Contents) -> list[dict[str, Any]]:
     """Return a row for each run, checkpoint or model in a folder that is not a run.
 
-    A folder that is a checkpoint or model itself, or has none of these in it, has one row.
+    If the folder is a checkpoint or model itself, or if it contains none, it has one row.
     """
     if contents.kind == "empty":
         return []
@@ -143,11 +143,11 @@ def _reasons_to_keep(
 ) -> Mapping[Path | str, tuple[str, ...]]:
     """Return the reasons to keep each checkpoint of a run.
 
-    The reasons come from the run's rules; for a run without rules, pins are the only reasons.
+    The reasons come from the rules of the run. If it has no rules, pins are the only reasons.
     """
     rules = rules_of_run(infos)
     if rules is not None and (rules.has_rules or rules.state is not None):
-        # a manifest cannot be read now: `discover` has warned of it
+        # If a manifest cannot be read now, `discover` has warned of it. Only pins are shown then.
         with suppress(CheckpointError):
             return plan_pruning(survey_run(run), rules).keep
     reasons = {info.path: pin_reason(info.place) for info in infos}
@@ -155,7 +155,10 @@ def _reasons_to_keep(
 
 
 def _best_of_runs(infos: Iterable[CheckpointInfo]) -> Mapping[Path | str, list[str]]:
-    """Return the metrics, of those that the run ranks by, in which a checkpoint is the best."""
+    """Return the metrics by which each checkpoint is the best of its run, by path.
+
+    Only the metrics count by which the run ranks its checkpoints.
+    """
     best: dict[tuple[str | None, str], CheckpointInfo] = {}
     for info in infos:
         for metric, mode in info.manifest.rankings.items():

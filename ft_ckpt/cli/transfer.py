@@ -128,10 +128,10 @@ def _cp(options: Namespace) -> None:
     if options.as_json:
         output.print_json(report)
         return
-    print_lines(f"{report.source} -> {report.path}: {_copy_facts(report)}")
+    print_lines(f"{report.source} -> {report.path}: {_copy_text(report)}")
 
 
-def _copy_facts(report: "CopyReport") -> str:
+def _copy_text(report: "CopyReport") -> str:
     size = f"{len(report.files)} files, {human_size(report.bytes)}"
     if not report.is_new:
         return f"{size}, all of it was there"
@@ -173,7 +173,7 @@ def _sync(options: Namespace) -> int:
 def _sync_lines(report: "SyncReport", *, dry_run: bool) -> Iterator[str]:
     would = "would be " if dry_run else ""
     for copied in report.copied:
-        yield f"{location_name(copied.path)}: {_copy_facts(copied)}"
+        yield f"{location_name(copied.path)}: {_copy_text(copied)}"
     if dry_run:
         for name in report.missing:
             yield f"{name}: would be copied"

@@ -79,7 +79,10 @@ def _signer(options: Namespace) -> SignedBy | None:
 
 
 def _checkpoints_at(store: Store) -> list[Store]:
-    """Return the folder and those directly below it with a manifest, or that cannot be read."""
+    """Return the folder and the folders directly in it, if they are checkpoints.
+
+    A folder that cannot be read is returned, too. Its report then says so.
+    """
     checkpoints = [info.store for info in discover(Place(store))]  # in order of steps
     folders = store.list_folder().folders
     names = [folder.name for folder in folders if not folder.is_link]

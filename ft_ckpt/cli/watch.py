@@ -19,7 +19,8 @@ from ft_ckpt.storage.places import shown_location
 if TYPE_CHECKING:
     from ft_ckpt.checkpoint.catalog import CheckpointInfo
 
-_PATH = "{path}"  # in a command: the path or URL of the checkpoint
+# stands for the path or URL of the checkpoint in a command
+_PATH = "{path}"
 
 
 class _CommandError(CheckpointError):
@@ -66,7 +67,7 @@ def _watch(options: Namespace) -> None:
         )
     skipped: list[CheckpointError] = []
 
-    def note(error: CheckpointError) -> None:
+    def report_problem(error: CheckpointError) -> None:
         if isinstance(error, UnreadableError):
             print_lines(f"ft-ckpt: {error}; trying again", file=sys.stderr)
         else:
@@ -75,7 +76,9 @@ def _watch(options: Namespace) -> None:
 
     with stop_on_signal() as stop:
         run = followed_run(options.run_folder)
-        for checkpoint in follow(run, idle_seconds=options.idle, stop=stop, on_problem=note):
+        for checkpoint in follow(
+            run, idle_seconds=options.idle, stop=stop, on_problem=report_problem
+        ):
             path = shown_location(checkpoint.path)
             try:
                 _evaluate(checkpoint, options)
@@ -114,13 +117,13 @@ def _evaluate(checkpoint: "CheckpointInfo", options: Namespace) -> None:
 
 
 def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
-    """Run `command`, and return the numbers that it prints, `metric` last.
+    """Run `command`, and return the numbers that it prints; `metric` is the last of them.
 
-    Raises _CommandError; ConfigError if the command cannot be started.
+    Raises _CommandError if it fails or prints no number, and ConfigError if it cannot be started.
     """
     try:
-        # The command is the user's own. In a new session, so that Ctrl-C in a terminal ends only
-        # the watcher.
+        # The command is the user's own. It runs in a session of its own, so that Ctrl-C in a
+        # terminal ends only the watcher.
         process = subprocess.run(  # noqa: S603 - see above
             command,
             stdin=subprocess.DEVNULL,
@@ -149,9 +152,10 @@ def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
 
 
 def _numbers_in(line: str, metric: str) -> dict[str, float]:
-    """Return the numbers in a line: `metric` alone, or those of a JSON object by name.
+    """Return the numbers in a line, by name.
 
-    Other values are left out.
+    A line with one number is the value of `metric`. Of a JSON object, values that are not numbers
+    are left out.
     """
     with suppress(ValueError):
         return {metric: float(line)}

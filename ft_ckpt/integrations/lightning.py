@@ -1,14 +1,13 @@
-"""Checkpoints of Lightning's `Trainer`, with its loop state.
-
-The packages are `lightning` and `pytorch_lightning`.
+"""Saves and resumes runs of Lightning's `Trainer`, of the packages lightning and pytorch_lightning.
 
    trainer = Trainer(callbacks=[LightningCheckpoint("runs/sft", every=500, keep=3)])
-   trainer.fit(module, data)  # from the newest complete checkpoint, or a fresh start
+   trainer.fit(module, data)  # resumes from the newest complete checkpoint, if there is one
 
-A save is made when the next batch is requested. Only then is the last step complete, with
-validation, schedulers and counters; Lightning has no hook at this point. After a resume the rest of
-an epoch is the same as in an uninterrupted run. Lightning's `ModelCheckpoint` is not needed, and
-Lightning adds none of its own to this callback.
+A save is made when the trainer requests the next batch. Only then is the last step complete, with
+validation, schedulers and counters. Because Lightning has no hook at this point, the trainer gets a
+data loader that calls this callback. After a resume the rest of an epoch is the same as in an
+uninterrupted run. Lightning's `ModelCheckpoint` is not needed. Lightning does not add one either,
+because this callback counts as one.
 """
 
 import importlib
@@ -27,7 +26,7 @@ from typing_extensions import Unpack
 from ft_ckpt import CheckpointSaver, Every
 from ft_ckpt.config import SaveSettings, make_config
 from ft_ckpt.errors import ConfigError, SelectionError, listing
-from ft_ckpt.integrations.lightning_data import FedLoader, refuse_unsized
+from ft_ckpt.integrations.lightning_data import SaverLoader, refuse_unsized
 from ft_ckpt.integrations.lightning_state import LightningState, averaging_callbacks
 from ft_ckpt.model.tensors import has_adapters, library_of
 from ft_ckpt.ranks.wrappers import is_distributed
@@ -46,7 +45,8 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 def _checkpoint_classes() -> tuple[type, ...]:
     """Return the base classes by which a trainer recognizes checkpoint callbacks.
 
-    Only imported packages are considered, or all packages if none is imported.
+    These are the classes of the packages that are imported. If none is imported, they are those of
+    the packages that are installed.
     """
     names = [name for name in _PACKAGES if name in sys.modules]
     if not names:
@@ -69,13 +69,14 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
     """Saves a Lightning run to `directory` and resumes it.
 
     Use one per trainer, on a single device or under DDP. A checkpoint has the weights of the
-    submodule `attribute` of the LightningModule; "" is the whole module, None its only Hugging Face
-    or PEFT model, or the whole module if it has none. Everything else is part of the training
-    state.
+    submodule `attribute` of the LightningModule. With "" it has those of the whole module. With
+    None it has those of the only Hugging Face or PEFT model in the module, or of the whole module
+    if there is no such model. Everything else is part of the training state.
 
     `every` counts Lightning's `global_step`, and metrics are the trainer's `callback_metrics`.
-    `resume` and `allow` are those of `CheckpointSaver.resume`, `replay` is that of `remaining`;
-    `tokenizer`, `on_saved` and `settings` are the saver's.
+    `resume` and `allow` are arguments of `CheckpointSaver.resume`, and `replay` is an argument of
+    `CheckpointSaver.remaining`. `tokenizer`, `on_saved` and `settings` are those of
+    `CheckpointSaver`.
 
     Raises ConfigError for invalid settings, and when training starts with a strategy that is not
     supported.
@@ -102,21 +103,25 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         self._resume: str | Path | Place | bool | None = resume
         self._allow = allow if isinstance(allow, bool) else as_names(allow, "allow")
         self._on_saved = hooks_of(on_saved)
-        # else a mode, or a name in `directory`
+        # Without a separator it is a mode, or the name of a folder in `directory`.
         if isinstance(resume, (str, Path)) and os.sep in str(resume):
             self._resume = absolute_location(resume)
         self._saver: CheckpointSaver[Any] | None = None
-        self._loaders: list[FedLoader] = []
+        self._loaders: list[SaverLoader] = []
         self._state: LightningState | None = None
-        self._step = 0  # last step reported to the saver
-        # random state of the save, until the first batch is read
+        # The last step that was reported to the saver.
+        self._step = 0
+        # The random state after the resume. It is kept until the first batch is read.
         self._random: GeneratorStates | None = None
-        self._limit: Any = None  # the trainer's limit_val_batches, which is 0 until then
-        self._handlers: Mapping[int, Any] = {}  # the saver's signal handlers
+        # The trainer's limit_val_batches. It is set to 0 in the trainer until the first batch is
+        # read after a resume.
+        self._val_limit: Any = None
+        # The saver's signal handlers, by the number of the signal.
+        self._handlers: Mapping[int, Any] = {}
 
     @property
     def best_model_path(self) -> str:
-        """Raises ConfigError: Lightning cannot load folders of ft_ckpt."""
+        """Raises ConfigError, because Lightning cannot load folders of ft_ckpt."""
         raise ConfigError(
             f"ckpt_path='best': {self._directory} has folders of ft_ckpt, which Lightning does not "
             "read; pass the module, with the weights of ft_ckpt.best(directory, metric) if not "
@@ -138,50 +143,63 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         if attribute is None:
             attribute = _saved_attribute(pl_module)
         config = replace(self._config, attribute=attribute or None)
-        before = _handlers_of(config.every)
+        handlers_before = _handlers_of(config.every)
         self._saver = CheckpointSaver(
             None, self._directory, tokenizer=self._tokenizer, config=config, on_saved=self._on_saved
         )
-        # Lightning sets its own handlers later, which would end the run before it is saved: see
-        # on_train_start.
+        # Lightning will set its own signal handlers, which would end the run before it is saved.
+        # Therefore the saver's handlers are removed here, and set again in `on_train_start`.
         handlers = _handlers_of(config.every)
-        changed = [number for number in handlers if handlers[number] != before[number]]
+        changed = [number for number in handlers if handlers[number] != handlers_before[number]]
         self._handlers = {number: handlers[number] for number in changed}
-        _set_handlers({number: before[number] for number in changed})
+        _set_handlers({number: handlers_before[number] for number in changed})
         self._state = LightningState(trainer)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         averaging = averaging_callbacks(trainer)
         averages = [callback._average_model for callback in averaging]
-        series = {"optimizer": trainer.optimizers, "scheduler": schedulers, "average": averages}
-        objects = {}
-        for kind, members in series.items():
+        objects_by_kind = {
+            "optimizer": trainer.optimizers,
+            "scheduler": schedulers,
+            "average": averages,
+        }
+        objects = {}  # by name: "optimizer", "optimizer_1", "optimizer_2", ...
+        for kind, members in objects_by_kind.items():
             for number, member in enumerate(members):
-                objects[f"{kind}_{number}" if number else kind] = member
+                name = f"{kind}_{number}" if number else kind
+                objects[name] = member
         self._saver.register(model=trainer.strategy.model, **objects, lightning=self._state)
-        self._feed(trainer)
+        self._replace_loaders(trainer)
         for callback in averaging:
-            self._save_before_end_of(callback)
+            self._save_before_averaging(callback)
         if self._saver.resume(self._resume, allow=self._allow).resumed_from is not None:
             self._random = capture_generators()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the saver's signal handlers again, and skip a validation that the save has seen."""
+        """Set the saver's signal handlers again.
+
+        After a resume, the trainer would first repeat the validation that the run made before the
+        save. This validation is skipped.
+        """
         if self._saver is None:
             return
         _set_handlers(self._handlers)
         self._step = trainer.global_step
         if self._random is not None:
-            self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
+            self._val_limit = trainer.limit_val_batches
+            trainer.limit_val_batches = 0
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step, unless it was saved before a callback has averaged the model."""
+        """Save the last step.
+
+        An averaging callback may have called this method already (see `_save_before_averaging`).
+        """
         if self._saver is None or self._state is None or self._state.is_over:
             return
         self._state.is_over = True
         if trainer.is_last_batch:
             for loader in self._loaders:
                 loader.end_pass()
-        self._note_step(trainer)
+        self._report_step(trainer)
         self._saver.close()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -196,30 +214,31 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
             self._saver.__exit__(type(exception), exception, exception.__traceback__)
         self._forget(trainer)
 
-    def _feed(self, trainer: Any) -> None:
+    def _replace_loaders(self, trainer: Any) -> None:
         """Let the trainer read its training data through the saver.
 
-        The hook of the strategy that wraps loaders does it.
+        To do so, replace the method of the strategy that wraps data loaders.
         """
         strategy = trainer.strategy
-        plain, saver = strategy.process_dataloader, self._saver
+        process_by_strategy = strategy.process_dataloader
+        saver = self._saver
 
         def process_dataloader(loader: Any) -> Any:
-            processed = plain(loader)
+            processed = process_by_strategy(loader)
             if not trainer.training or saver is None:
                 return processed
             refuse_unsized(processed, trainer.limit_train_batches)
-            place = saver.place_in(processed, self._replay)
-            fed = FedLoader(processed, place, lambda: self._before_batch(trainer))
-            self._loaders.append(fed)
-            return fed
+            position = saver.place_in(processed, self._replay)
+            saver_loader = SaverLoader(processed, position, lambda: self._before_batch(trainer))
+            self._loaders.append(saver_loader)
+            return saver_loader
 
         strategy.process_dataloader = process_dataloader
 
-    def _save_before_end_of(self, averaging: Any) -> None:
-        """Let the last step be saved before the callback puts its average into the model.
+    def _save_before_averaging(self, averaging: Any) -> None:
+        """Make sure that the last step is saved before a callback averages the model.
 
-        The callback does that at the end of training.
+        At the end of training, the callback replaces the weights of the model by their average.
         """
         put_average = averaging.on_train_end
 
@@ -230,37 +249,44 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         averaging.on_train_end = on_train_end
 
     def _before_batch(self, trainer: Any) -> None:
-        """Report the last step; just after a resume, restore random state and limit instead."""
+        """Report the last step to the saver.
+
+        Before the first batch after a resume there is no step to report. The random state and the
+        limit of the validation are restored then.
+        """
         if self._random is None:
-            self._note_step(trainer)
+            self._report_step(trainer)
             return
-        trainer.limit_val_batches = self._limit
+        trainer.limit_val_batches = self._val_limit
         trainer.fit_loop.on_iteration_done()  # as in an uninterrupted run
-        # callbacks since the resume may have drawn random numbers
+        # Callbacks may have drawn random numbers since the resume.
         restore_generators(self._random)
         self._random = None
 
-    def _note_step(self, trainer: Any) -> None:
+    def _report_step(self, trainer: Any) -> None:
+        """Report a step to the saver, which may save; do nothing if it was reported before."""
         if self._saver is not None and trainer.global_step != self._step:
             self._step = trainer.global_step
             self._saver.step(trainer.callback_metrics, step=self._step)
 
     def _forget(self, trainer: Any) -> None:
+        """Restore the methods and the limit of the trainer, and drop the saver."""
         if self._saver is not None:
             del trainer.strategy.process_dataloader
             for callback in averaging_callbacks(trainer):
                 del callback.on_train_end
-        if self._random is not None and self._limit is not None:
-            trainer.limit_val_batches = self._limit
-        self._saver = self._state = self._random = self._limit = None
+        if self._random is not None and self._val_limit is not None:
+            trainer.limit_val_batches = self._val_limit
+        self._saver = self._state = self._random = self._val_limit = None
         self._loaders = []
 
 
 def _refuse_strategy(trainer: Any) -> None:
     """Raise ConfigError for a strategy that shards the model, or wraps it in anything but DDP."""
     model = trainer.strategy.model
-    is_whole = model is trainer.lightning_module or isinstance(model, DistributedDataParallel)
-    if not is_whole or any(map(is_distributed, model.parameters())):
+    is_plain = model is trainer.lightning_module
+    is_supported = is_plain or isinstance(model, DistributedDataParallel)
+    if not is_supported or any(map(is_distributed, model.parameters())):
         raise ConfigError(
             f"{type(trainer.strategy).__name__}: expected a single device or DDP; "
             "shard a model in a loop of your own, with CheckpointSaver, which "
@@ -271,7 +297,7 @@ def _refuse_strategy(trainer: Any) -> None:
 def _refuse_callbacks(trainer: Any) -> None:
     """Raise ConfigError for a callback that replaces the schedulers during training.
 
-    A resume would have the first ones.
+    A resumed run would have the schedulers of the beginning.
     """
     for callback in trainer.callbacks:
         if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(callback).__mro__):

@@ -7,7 +7,7 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.runs.data import DataPosition
 
 
-class FedLoader:
+class SaverLoader:
     """A data loader whose batches come from the saver.
 
     All other attributes are those of the wrapped loader.

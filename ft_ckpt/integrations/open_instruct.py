@@ -1,7 +1,7 @@
-"""The saving functions of open-instruct's scripts, with the same names and arguments.
+"""Replaces the saving functions of open-instruct's scripts.
 
-Change one import to use them. A folder counts as complete if it has open-instruct's own marker or a
-manifest of ft_ckpt.
+The functions have the same names and arguments, so a script only changes one import. A folder
+counts as complete if it has open-instruct's own marker or a manifest of ft_ckpt.
 """
 
 import re
@@ -32,11 +32,13 @@ def save_with_accelerate(
 ) -> None:
     """Save weights, config, generation config and tokenizer to `output_dir`; call it on every rank.
 
-    `use_lora` saves the adapter only. `model_attribute_to_save` names the submodel to save, such as
-    PPO's "policy". With "olmo" in `chat_template_name` the two EOS ids of that template are written
-    to the generation config; otherwise those of the tokenizer. Unlike open-instruct's function, it
-    does not change the live model, and the ids are written for the submodel that is saved, not for
-    the wrapper around it. Raises the errors of `CheckpointSaver.save`.
+    With `use_lora` only the adapter is saved. `model_attribute_to_save` names the submodel to save,
+    such as PPO's "policy". The EOS ids are written to the generation config. With "olmo" in
+    `chat_template_name` these are the two ids of that template, otherwise those of the tokenizer.
+
+    There are two differences from open-instruct's function. The live model is not changed. The ids
+    are written for the submodel that is saved, and not for the wrapper around it. Raises the errors
+    of `CheckpointSaver.save`.
     """
     with ft_ckpt.CheckpointSaver(accelerator) as saver:
         saver.save(
@@ -50,9 +52,10 @@ def save_with_accelerate(
 
 
 def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
-    """Return the path of the last `step_N` below `folder`, else of the last `epoch_N`, or None.
+    """Return the path of the `step_N` in `folder` with the largest N.
 
-    The last one has the largest N. `incomplete` includes incomplete folders. Raises
+    If there is no name that begins with "step_", it is the `epoch_N` with the largest N. Returns
+    None if there is none. With `incomplete`, folders that are not complete count, too. Raises
     FileNotFoundError when there is no `folder`.
     """
     names = [entry.name for entry in _entries(folder)]
@@ -79,10 +82,10 @@ def _is_complete(folder: Path) -> bool:
 
 
 def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> None:
-    """Delete all `step_N` and `epoch_N` folders below `output_dir` but the last ones.
+    """Delete the `step_N` and `epoch_N` folders in `output_dir`, except the last ones.
 
-    The `keep_last_n_checkpoints` with largest N stay; a negative number keeps all. Folders without
-    a number stay. Raises FileNotFoundError when there is no `output_dir`.
+    As many as `keep_last_n_checkpoints` with the largest N stay. A negative number keeps all.
+    Folders without a number stay. Raises FileNotFoundError when there is no `output_dir`.
     """
     numbered: list[tuple[int, Folder]] = []
     for entry in _entries(output_dir):
@@ -96,8 +99,8 @@ def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> N
     for _, folder in numbered[: max(0, len(numbered) - keep_last_n_checkpoints)]:
         path = Path(output_dir, folder.name)
         LOG.info("removing checkpoint %s", path)
-        if not folder.is_link:  # the target of a link is kept
-            _delete_unmarked(path)
+        if not folder.is_link:  # the folder that a link refers to stays
+            _delete_folder(path)
 
 
 def _entries(folder: str) -> tuple[Folder | Stored, ...]:
@@ -112,10 +115,10 @@ def _folder_number(name: str) -> int | None:
     return int(tail) if _NUMBER.fullmatch(tail) else None
 
 
-def _delete_unmarked(path: Path) -> None:
-    """Delete a folder, marker and manifest first.
+def _delete_folder(path: Path) -> None:
+    """Delete a folder. The marker and the manifest are deleted first.
 
-    After an interrupted deletion the folder then does not look complete.
+    Therefore, after an interrupted deletion, what is left does not count as complete.
     """
     store = LocalStore(path)
     try:

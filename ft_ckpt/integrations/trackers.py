@@ -1,9 +1,9 @@
-"""Reports of saves to experiment trackers: functions for `CheckpointSaver(on_saved=...)`.
+"""Reports saves to experiment trackers, by functions for `CheckpointSaver(on_saved=...)`.
 
     CheckpointSaver(accelerator, "runs/sft", on_saved=[log_to_accelerate(accelerator),
     log_to_wandb(run)])
 
-Each is called on rank 0 after a save is committed. The trackers are imported on first use.
+The functions are called on rank 0 after each save is committed. A tracker is imported on first use.
 """
 
 from collections.abc import Callable
@@ -70,10 +70,11 @@ def log_to_wandb(
 ) -> Callable[[SaveReport], None]:
     """Log each save as a version of a W&B artifact of the type "model".
 
-    `run` defaults to the run that `wandb.init` has started, the artifact's `name` to "checkpoint-"
-    and the run's id. `state` includes the training state. Without `upload` the artifact only refers
-    to the folder. Aliases are "latest", "step-500" and, for the best checkpoint of the run, "best".
-    Uploaded files are compared with their digests first.
+    `run` defaults to the run that `wandb.init` has started. The `name` of the artifact defaults to
+    "checkpoint-" and the id of the run. With `state` the training state is included. Without
+    `upload` the artifact only refers to the folder. Aliases are "latest", such as "step-500", and
+    "best" for the best checkpoint of the run. Files are compared with their digests before they are
+    uploaded.
     """
 
     def log_artifact(report: SaveReport) -> None:
@@ -85,9 +86,9 @@ def log_to_wandb(
                 "no W&B run is active; call wandb.init() before the first save, or pass a run"
             )
         with open_checkpoint(report.place) as checkpoint:
-            facts = _facts_of(report, checkpoint.manifest)
+            metadata = _artifact_metadata(report, checkpoint.manifest)
             artifact_name = name or f"checkpoint-{target.id}"
-            artifact = wandb.Artifact(artifact_name, type="model", metadata=facts)
+            artifact = wandb.Artifact(artifact_name, type="model", metadata=metadata)
             if upload:
                 paths = _paths_of(checkpoint.manifest, state=state)
                 checkpoint.refuse_damaged(paths)
@@ -113,9 +114,9 @@ def log_to_mlflow(
 ) -> Callable[[SaveReport], None]:
     """Log the values of each save to MLflow, and its files as artifacts.
 
-    The artifacts are in `folder`, below the checkpoint's name. `run_id` defaults to the run that
-    `mlflow.start_run` has started. `state` includes the training state. Files are compared with
-    their digests first.
+    The artifacts are in `folder`, in a folder with the name of the checkpoint. `run_id` defaults to
+    the run that `mlflow.start_run` has started. With `state` the training state is included. Files
+    are compared with their digests first.
     """
 
     def log_files(report: SaveReport) -> None:
@@ -134,8 +135,8 @@ def log_to_mlflow(
             checkpoint.refuse_damaged(paths)
             with local_folder(Place(checkpoint.store), paths.__contains__) as files:
                 for path in paths:
-                    steps = (folder, report.place.basename, path.rpartition("/")[0])
-                    artifact_path = "/".join(step for step in steps if step)
+                    folders = (folder, report.place.basename, path.rpartition("/")[0])
+                    artifact_path = "/".join(name for name in folders if name)
                     mlflow.log_artifact(
                         str(files / path), artifact_path=artifact_path, run_id=mlflow_run
                     )
@@ -144,9 +145,10 @@ def log_to_mlflow(
 
 
 def _is_best(report: SaveReport) -> bool | None:
-    """Check whether the checkpoint is the best of its run by the first metric of its rankings.
+    """Check whether the checkpoint is the best of its run.
 
-    Returns None without rankings.
+    The metric is the first one by which the run ranks its checkpoints. Returns None if there is
+    none.
     """
     rankings = list(load_manifest(report.place.folder).rankings.items())
     if not rankings:
@@ -159,7 +161,7 @@ def _paths_of(manifest: Manifest, *, state: bool) -> list[str]:
     return [file.path for file in logged.files]
 
 
-def _facts_of(report: SaveReport, manifest: Manifest) -> dict[str, Any]:
+def _artifact_metadata(report: SaveReport, manifest: Manifest) -> dict[str, Any]:
     return {
         "step": report.step,
         "kind": report.kind,

@@ -1,8 +1,9 @@
-"""The command `report`: a page about a run, one HTML file that is complete in itself.
+"""The command `report`: writes a page about a run, as one HTML file that needs no other file.
 
 | module | contents |
 |---|---|
-| `gathering`, `facts` | the facts on the page: read from manifests and the newest training state |
+| `gathering` | reads the contents of the page from manifests and the newest training state |
+| `facts` | the records of these contents |
 | `page`, `style` | the page, whose sections follow |
 | `overview`, `metrics`, `checkpoints`, `retention`, `saves`, `drift` | one section each |
 | `tables`, `charts`, `chart_axes`, `texts` | their tables, charts, numbers and times as text |

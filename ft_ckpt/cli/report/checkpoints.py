@@ -1,4 +1,4 @@
-"""The sections of checkpoints: a table of all, and a chart of their sizes."""
+"""Writes the table of all checkpoints, and the chart of their sizes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -81,7 +81,7 @@ def sizes_section(facts: RunFacts) -> Iterable[str]:
 
 
 def _sizes_by_use(checkpoint: KeptCheckpoint) -> tuple[int, int, int]:
-    """Return the bytes of weights, of training state, and those that older checkpoints have too."""
+    """Return the bytes of weights, of training state, and of files that older checkpoints share."""
     state_bytes = min(checkpoint.state_bytes, checkpoint.own_bytes)
     shared_bytes = checkpoint.size_bytes - checkpoint.own_bytes
     return checkpoint.own_bytes - state_bytes, state_bytes, shared_bytes

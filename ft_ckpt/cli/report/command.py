@@ -1,7 +1,4 @@
-"""`ft-ckpt report RUN`: a page about a run.
-
-`gathering` reads the run, `page` writes the page.
-"""
+"""`ft-ckpt report RUN`: reads a run by `gathering`, and writes a page about it by `page`."""
 
 from argparse import ArgumentParser, Namespace
 from functools import reduce
@@ -43,7 +40,8 @@ def add_report(parser: ArgumentParser) -> None:
 
 
 def _report(options: Namespace) -> None:
-    run, target = run_folder(options.run_folder), local_path(options.output)
+    run = run_folder(options.run_folder)
+    target = local_path(options.output)
     if target.suffix != ".html":
         raise ConfigError(f"report: --output {options.output}: expected a name that ends in .html")
 
@@ -54,8 +52,9 @@ def _report(options: Namespace) -> None:
     if options.as_json:
         output.print_json({**vars(facts), "disk_bytes": facts.disk_bytes})
         return
-    goal = Place(LocalStore(target.parent), target.name)
-    modes = [info.place.mode_at(goal) for info in infos]
+    # The page must not be readable by more users than any of the checkpoints.
+    page = Place(LocalStore(target.parent), target.name)
+    modes = [info.place.mode_at(page) for info in infos]
     store = LocalStore(target.absolute().parent, max_mode=reduce(and_, modes))
     store.write(target.name, page_text(facts).encode("utf-8", "backslashreplace"))
     size = human_size(facts.disk_bytes)

@@ -1,4 +1,4 @@
-"""The section of changes: how much each layer changed between checkpoints."""
+"""Writes the section that shows how much each layer changed between checkpoints."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ def _layer_changes(drifts: Sequence[Drift], layer: str) -> list[float]:
 
 
 def _changed_layers(drifts: Sequence[Drift]) -> list[str]:
-    """Return the layers that changed most, by name: "layers.2" before "layers.10"."""
+    """Return the layers that changed most, sorted by name, with "layers.2" before "layers.10"."""
     largest: dict[str, float] = {}
     for drift in drifts:
         for layer, change in drift.layers.items():
@@ -45,7 +45,7 @@ def _changed_layers(drifts: Sequence[Drift]) -> list[str]:
 
 
 def _layer_key(name: str) -> list[tuple[int, int, str]]:
-    """Return a key that sorts numbers by value, before words."""
+    """Return a key that sorts the numbers in names by value, and before words."""
     key = []
     for word in name.split("."):
         if word.isdecimal():

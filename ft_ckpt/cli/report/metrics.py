@@ -1,4 +1,4 @@
-"""The section of metrics: a chart of each over the steps."""
+"""Writes the section of metrics, with a chart of each metric over the steps."""
 
 from collections.abc import Iterable
 

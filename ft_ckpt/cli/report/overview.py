@@ -1,4 +1,4 @@
-"""The first lines of the page, and the facts about the run by name."""
+"""Writes the first lines of the page, the problems, and the section that describes the run."""
 
 from collections.abc import Iterable
 
@@ -8,11 +8,12 @@ from ft_ckpt.cli.report.facts import KeptCheckpoint, RunFacts, StoredModel
 from ft_ckpt.cli.report.texts import count_text, moment_text, value_text
 from ft_ckpt.values import human_size
 
-_WHOLE = "parameters"  # setting: the number of parameters of the model with its base
+# the setting with the number of parameters of an adapter's model, with its base
+_PARAMETERS_WITH_BASE = "parameters"
 
 
 def lead_text(facts: RunFacts) -> str:
-    """Describe how many checkpoints there are, their size, the newest, and the best by metric."""
+    """Return sentences about the number of checkpoints, their size, the newest and the best."""
     sentences = [f"{count_text(len(facts.checkpoints), 'checkpoint')}, {_size_text(facts)}."]
     if facts.saves:
         saves = count_text(len(facts.saves), "logged save")
@@ -35,7 +36,7 @@ def _size_text(facts: RunFacts) -> str:
 
 
 def _newest_checkpoint(facts: RunFacts) -> KeptCheckpoint:
-    """Return the newest checkpoint of training; else the newest export."""
+    """Return the newest checkpoint of the training, or the newest export if there is none."""
     for checkpoint in reversed(facts.checkpoints):
         if not checkpoint.is_export:
             return checkpoint
@@ -59,7 +60,7 @@ def run_section(facts: RunFacts) -> Iterable[str]:
 
 
 def _run_facts(facts: RunFacts) -> dict[str, str]:
-    """Return the facts by name, as text, without unknown ones."""
+    """Return what is known of the run, as texts by name."""
     training = facts.training
     texts = _model_facts(facts)
     if training.ranks is not None:
@@ -70,7 +71,11 @@ def _run_facts(facts: RunFacts) -> dict[str, str]:
         samples = count_text(progress["samples"], "sample")
         texts["progress"] = f"step {progress['step']:,}, epoch {progress['epoch']:,}, {samples}"
     texts.update(_time_facts(facts))
-    settings = [f"{name} {value}" for name, value in training.settings.items() if name != _WHOLE]
+    settings = [
+        f"{name} {value}"
+        for name, value in training.settings.items()
+        if name != _PARAMETERS_WITH_BASE
+    ]
     if settings:
         texts["settings"] = ", ".join(settings)
     if training.versions:
@@ -90,9 +95,9 @@ def _model_facts(facts: RunFacts) -> dict[str, str]:
         texts[f"{kind} {model.name}".strip()] = _model_text(model)
         if model.base is not None:
             texts[f"base of {model.name}" if model.name else "base"] = model.base
-    whole = facts.training.settings.get(_WHOLE, "")
-    if has_adapters and whole.isdecimal():
-        texts["parameters with the base"] = f"{int(whole):,}"
+    parameters = facts.training.settings.get(_PARAMETERS_WITH_BASE, "")
+    if has_adapters and parameters.isdecimal():
+        texts["parameters with the base"] = f"{int(parameters):,}"
     return texts
 
 
@@ -103,9 +108,10 @@ def _time_facts(facts: RunFacts) -> dict[str, str]:
         restarts = count_text(facts.training.failures or 0, "restart")
         duration = f"{human_time(run_seconds)}, {restarts} after a failure"
         texts["training time until the newest save"] = duration
-    timed = [save for save in facts.saves if save.stall_seconds is not None]
-    if timed:
-        waited = f"{human_time(facts.waited_seconds)} for {count_text(len(timed), 'save')}"
+    timed_saves = [save for save in facts.saves if save.stall_seconds is not None]
+    if timed_saves:
+        saves = count_text(len(timed_saves), "save")
+        waited = f"{human_time(facts.waited_seconds)} for {saves}"
         if run_seconds:
             waited += f" ({facts.waited_seconds / run_seconds:.2%} of the training time)"
         texts["training waited"] = waited
@@ -114,7 +120,7 @@ def _time_facts(facts: RunFacts) -> dict[str, str]:
 
 def _model_text(model: StoredModel) -> str:
     numbers = f"{model.values:,} parameters, all trained"
-    if model.trainable != model.values:  # frozen ones and buffers are stored, too
+    if model.trainable != model.values:  # frozen parameters and buffers are stored, too
         numbers = f"{model.trainable:,} parameters trained, {model.values:,} values stored"
     text = f"{numbers}, {', '.join(model.dtypes)}"
     return f"{model.class_name}: {text}" if model.class_name else text

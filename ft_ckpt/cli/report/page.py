@@ -1,4 +1,4 @@
-"""The page of `ft-ckpt report`: the facts about a run as one HTML file."""
+"""Writes the page of `ft-ckpt report` as one HTML file, from its sections."""
 
 from datetime import datetime, timezone
 
@@ -16,7 +16,7 @@ from ft_ckpt.cli.report.texts import count_text
 
 
 def page_text(facts: RunFacts) -> str:
-    """Write the page, which is complete in itself: it needs neither scripts nor a network."""
+    """Return the page as HTML, which needs neither scripts nor a network."""
     name = facts.run.rstrip("/").rpartition("/")[2] or facts.run
     heading = [f"<h1>{escaped(name)}</h1>"]
     if name != facts.run:

@@ -1,4 +1,4 @@
-"""The section of retention: the rules of the run, and which of them keeps which checkpoint."""
+"""Writes the section about the rules of the run, and which rule keeps which checkpoint."""
 
 from collections.abc import Iterable
 from datetime import datetime, timezone
@@ -53,6 +53,7 @@ def _is_drawable(moment: float) -> bool:
 
 
 def _rows_of(facts: RunFacts, checkpoint: KeptCheckpoint) -> list[str]:
+    """Return the labels of the rows that show the checkpoint: a row for each rule that keeps it."""
     if checkpoint.is_export:
         return ["exported weights"]
     if facts.rules is None:

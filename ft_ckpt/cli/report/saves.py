@@ -1,4 +1,4 @@
-"""The section of saves: how long each took and how long training waited."""
+"""Writes the section of saves, which shows how long each took and how long training waited."""
 
 from collections.abc import Iterable
 
@@ -79,7 +79,10 @@ def _seconds_cell(seconds: float | None) -> str:
 
 
 def _written_cell(save: LoggedSave, checkpoint: KeptCheckpoint | None) -> str:
-    """Format the time until the commit; of the newest save, until its files were written."""
+    """Format the time until the commit of a save.
+
+    Of the newest save only the time until its files were written is known.
+    """
     if save.seconds is not None or checkpoint is None or checkpoint.created_at is None:
         return _seconds_cell(save.seconds)
     return f"&ge; {max(0.0, checkpoint.created_at - save.saved_at):,.3f}"

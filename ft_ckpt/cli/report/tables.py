@@ -1,23 +1,29 @@
-"""Tables of the page, as HTML."""
+"""Writes tables of the page as HTML."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ft_ckpt.cli.report.charts import escaped
 
-MAX_ROWS = 20  # of a table; the older ones are folded away
+# a table shows this many rows, and the rest when the reader unfolds it
+MAX_ROWS = 20
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first cells name the rows."""
+    """A table in which the first cell of a row is its name.
 
-    columns: tuple[tuple[str, str], ...]  # (head, CSS class)
-    rows: tuple[tuple[str, ...], ...]  # cells are HTML
+    Attributes:
+        columns: The head and the CSS class of each column.
+        rows: The cells of each row, which are HTML.
+    """
+
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 def table_text(table: Table, label: str) -> str:
-    """Write the first rows as a table, and further rows as one that is folded away."""
+    """Return the first rows as a table, and all others as a second table that is folded."""
     newest, older = table.rows[:MAX_ROWS], table.rows[MAX_ROWS:]
     text = _rows_text(table, newest, label)
     if older:

@@ -1,4 +1,4 @@
-"""Numbers, sizes and times as the text of the page."""
+"""Formats numbers, sizes and times for the page."""
 
 from collections.abc import Iterable
 
