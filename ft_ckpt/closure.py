@@ -68,12 +68,14 @@ def checkpoint_closure(
             f"every.best={every.best!r}: calls have no metrics; give it to the saver, which gets "
             "them in step()"
         )
+
     if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
         problems.append(f"total_steps={total_steps!r}: expected a whole number above 0")
     if function is not None and not callable(function):
         problems.append(
             f"{function!r}: expected a function; write @checkpoint_closure(every=Every(steps=100))"
         )
+
     if problems:
         raise ConfigError(f"checkpoint_closure: {listing(problems)}")
 
@@ -124,12 +126,14 @@ class _ClosureSchedule:
                 f"{self.name}: called inside {_running[-1]}, which runs at a checkpoint step "
                 "already; call it from the training loop, or leave its decorator out"
             )
+
         self._find_saver()
         if self._saver is not None:
             # The loop uses the schedule of the saver, so no reminder to call `step` is needed.
             self._saver._run.reminder.note_call()
             if not self._saver._run.is_between_steps:
                 return None
+
         poll = self._record_step()
         reason = self._reason_to_run(poll)
         return None if reason is None else self._run_everywhere(reason, function)
@@ -153,6 +157,7 @@ class _ClosureSchedule:
         begun_at = time.monotonic()
         _, error = try_action(self._restore_shards)
         ranks.agree(self.name, {"step": before.step}, error, same=("step",))
+
         # If the function fails, it runs again an interval later.
         self._history = self._after_call(before, reason, None)
         _running.append(self.name)
@@ -160,6 +165,7 @@ class _ClosureSchedule:
             result, error = ranks.attempt(function)
         finally:
             _running.pop()
+
         text = None if error is None else f"{type(error).__name__}: {error}"
         agreed = ranks.agree(f"the end of {self.name}", {"error": text}, decide=_failed_ranks)
         if error is not None:
@@ -197,6 +203,7 @@ class _ClosureSchedule:
                 f"{self.name}: {len(savers)} savers are open; say which counts the steps: "
                 "@checkpoint_closure(saver=saver), or close the others"
             )
+
         if savers and savers[0] is not self._saver:
             self._saver = savers[0]
             if self._saver._run.has_begun:
@@ -247,12 +254,14 @@ class _ClosureSchedule:
                 f"{self.name}: no schedule; pass @checkpoint_closure(every=Every(steps=100)), or "
                 "open a saver with every= before the first call"
             )
+
         knows_epochs = self._saver is not None and bool(self._saver._run.feeds.known_positions)
         if every is not None and every.epochs and not knows_epochs:
             raise ConfigError(
                 f"{self.name}: every.epochs={every.epochs}, but no saver knows the epochs: take "
                 "the batches from saver.remaining(loader), and pass saver="
             )
+
         if every is None:
             every = Every(deadline=None)
         return replace(every, signals=(), best=None)

@@ -231,16 +231,19 @@ def make_config(config: SaverConfig | None, settings: Mapping[str, object]) -> S
         raise ConfigError(
             f"config= and {', '.join(sorted(settings))}= were both given; use one of the two ways"
         )
+
     if not isinstance(config, SaverConfig | None):
         raise ConfigError(
             f"config: a {type(config).__name__}, expected SaverConfig(...); or "
             "give settings as keywords"
         )
+
     names = [field.name for field in fields(SaverConfig)]
     unknown = sorted(set(settings) - set(names))
     if unknown:
         advice = [f"{name}: not a setting; {_instead_of(name, names)}" for name in unknown]
         raise ConfigError(listing(advice))
+
     if config is not None:
         return config
     values: dict[str, Any] = dict(settings)
@@ -297,6 +300,7 @@ def _absolute_publish(setting: Any) -> Any:
         is_hub_id = name == "base" and isinstance(path, str) and not open_place(path).is_folder
         if _is_path(path) and not is_hub_id:
             absolute[name] = absolute_location(path)
+
     if isinstance(setting.get("visible_at"), Mapping):
         # our folders, and the paths at which the servers see them
         server_paths: dict[Any, Any] = {}
@@ -304,6 +308,7 @@ def _absolute_publish(setting: Any) -> Any:
             own_path = absolute_location(path) if _is_path(path) else path
             server_paths[own_path] = server_path
         absolute["visible_at"] = server_paths
+
     if setting.get("delta") is True and isinstance(setting.get("url"), (str, os.PathLike)):
         absolute["url"] = absolute_location(setting["url"])
     return absolute

@@ -111,6 +111,7 @@ def _registered_block(size_bytes: int, device: torch.device) -> RegisteredBlock 
     if runtime is None:
         return None
     block = new_block_of(RegisteredBlock, size_bytes)
+
     # A fork, such as a worker of a data loader, shares pages with this process. They are copied at
     # the first write of either process, and the device would go on with the old pages. So a fork
     # gets empty pages. It must have some, because unmapping would fail without them.
@@ -122,6 +123,7 @@ def _registered_block(size_bytes: int, device: torch.device) -> RegisteredBlock 
         # Use the device once, to clear the error: the next kernel of the script would report it.
         with suppress(RuntimeError):
             torch.zeros(1, device=device)
+
     return None
 
 
@@ -180,6 +182,7 @@ def copy_to_host(pairs: Iterable[tuple[Tensor, Tensor]], after: Moment) -> None:
         for host_tensor, device_tensor in pairs:
             host_tensor.copy_(device_tensor)
         return
+
     if after.event is not None:
         _await_call(after.device, lambda: stream.wait_event(after.event))
     try:

@@ -304,6 +304,7 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used
             raise ConfigError(
                 f"{self.source}: a module that reads it cannot be imported ({error}); install it"
             ) from error
+
         if isinstance(error, FileNotFoundError) and error.errno is not None:
             raise NotACheckpointError(f"{self.source}: no such file ({error})") from error
         if isinstance(error, OSError) and error.errno is not None:
@@ -312,6 +313,7 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used
             )
             unreadable.errno = error.errno
             raise unreadable from error
+
         raise CorruptError(
             f"{self.source}: not whole ({shown(error)}); use another copy"
         ) from error

@@ -86,6 +86,7 @@ class JobQueue:
             thread = threading.Thread(target=run, name=name, daemon=True)
             thread.start()  # raises RuntimeError at the system's limit of threads
             self._last = thread
+
         return future
 
     def join(self, seconds: float | None = None) -> bool:

@@ -68,6 +68,7 @@ class _ByteBar:
             TransferSpeedColumn(),
         )
         console = Console(stderr=True)
+
         # stdout and stderr are not redirected, because bars of other libraries write to them.
         bar = Progress(
             *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False

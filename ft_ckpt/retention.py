@@ -184,7 +184,9 @@ def plan_pruning(
     for run in runs:
         rule_reasons.update(_select_by_rules(run, keep))
         stripped += _losing_state(run, keep, fixed_reasons)
+
     stripped.sort(key=_age_key)
+
     # Checkpoints without weights would be empty without their training state, so they are dropped.
     emptied = {checkpoint.path for checkpoint in stripped if not checkpoint.has_weights}
     kept: dict[Path | str, tuple[str, ...]] = {}
@@ -192,6 +194,7 @@ def plan_pruning(
         reasons = (*fixed_reasons[checkpoint.path], *rule_reasons.get(checkpoint.path, ()))
         if reasons and checkpoint.path not in emptied:
             kept[checkpoint.path] = reasons
+
     _keep_bases(kept, checkpoints)
     paths = [checkpoint.path for checkpoint in oldest_first]
     return PrunePlan(
@@ -312,12 +315,14 @@ def _reasons_without_rules(
     for checkpoint in checkpoints:
         if checkpoint.path not in ruled_paths:
             reasons[checkpoint.path] += ("of another run" if checkpoint.run_id else "of no run",)
+
     for run in runs:
         if not any(checkpoint.valid for checkpoint in run):
             for checkpoint in run:
                 reasons[checkpoint.path] += ("no valid one is there",)
         for path, reason in newest_valid(run).items():
             reasons[path] += (reason,)
+
     return reasons
 
 
@@ -346,6 +351,7 @@ def _select_by_rules(
     if unmeasured:
         reason = f"no checkpoint has {listing(unmeasured, ', ')}"
         return {checkpoint.path: (reason,) for checkpoint in checkpoints}
+
     valid = [checkpoint for checkpoint in checkpoints if checkpoint.valid]
     selected: dict[Path | str, tuple[str, ...]] = {}
     for group in (checkpoints, valid):
@@ -353,6 +359,7 @@ def _select_by_rules(
             reasons = selected.get(checkpoint.path, ())
             if reason not in reasons:
                 selected[checkpoint.path] = (*reasons, reason)
+
     return selected
 
 
@@ -418,15 +425,18 @@ def missed_rules(checkpoint: HeldCheckpoint, keep: Keep) -> tuple[str, ...]:
     if keep.every_steps is not None:
         step = "no step" if checkpoint.step is None else f"step {checkpoint.step}"
         reasons.append(f"{step} is not a multiple of {keep.every_steps}")
+
     for metric, mode, count in keep.rankings:
         rank = "the best" if count == 1 else f"among the best {count}"
         if _has_metric(checkpoint, metric):
             reasons.append(f"not {rank} by {metric} ({mode})")
         else:
             reasons.append(f"no {metric}")
+
     for period, periods in (("hour", keep.hourly), ("day", keep.daily), ("week", keep.weekly)):
         if periods is not None:
             reasons.append(f"not the newest of one of the last {periods} {period}s")
+
     return tuple(reasons)
 
 

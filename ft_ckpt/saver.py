@@ -157,6 +157,7 @@ class CheckpointSaver(Generic[SaveResult]):
         if self._rehearsal is not None:
             directory = self._rehearsal.directory
             self.config = replace(self.config, staging=None, publish=None)
+
         check_accelerator(accelerator)
         check_tokenizer_argument(tokenizer)
         check_schedule(self.config, directory)
@@ -170,7 +171,9 @@ class CheckpointSaver(Generic[SaveResult]):
             # A chat template needs the tokens of the tokenizer, which `save` may get later.
             template_name = self.config.chat_template_name if tokenizer else None
             check_sidecars(unwrap(model), tokenizer, template_name)
+
         self._run = TrainingRun(accelerator, self.config)
+
         # the argument of `remaining`
         self._epochs: int | None = None
         self._pending = SaveRunner(self._run.objects.steppers, background=self.config.background)
@@ -447,6 +450,7 @@ class CheckpointSaver(Generic[SaveResult]):
                 self._saves.save_if_due({})
             if epochs is None:
                 return
+
         self._saves.save_last()
 
     def place_in(self, loader: Any, replay: bool | None = None) -> DataPosition:
@@ -491,6 +495,7 @@ class CheckpointSaver(Generic[SaveResult]):
                 self._current_ranks().is_main,
                 lambda path: self.save_state(path=path, metrics=numbers),
             )
+
         # The settings of the saver decide which type it is.
         return cast("SaveResult | None", report)
 
@@ -732,10 +737,12 @@ def _invited_writers(
         names += members
         if group in optional_names:
             optional_names.update(members)
+
     if wrong:
         raise ConfigError(
             f"{listing(wrong, ', ')}: expected the number of writers of the group, from 1 on"
         )
+
     check_writer_names(names)
     unknown = sorted({*optional} - {*names, *groups})
     if unknown:

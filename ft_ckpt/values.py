@@ -31,6 +31,7 @@ def metrics_as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
             f"metrics={metrics!r:.80}: expected a name and a number for each, "
             f"such as {{'loss': 0.5}}"
         )
+
     numbers: dict[str, float] = {}
     problems = []
     for name, value in metrics.items():
@@ -39,13 +40,16 @@ def metrics_as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
             problems.append(f"{name} is {_value_kind(value)}")
         else:
             numbers[name] = number
+
     for name in metrics:
         if not isinstance(name, str):
             problems.append(f"the name {name!r} is not a string")
+
     if problems:
         raise ConfigError(
             f"metrics: {listing(problems)}; expected a name and one real number for each"
         )
+
     return numbers
 
 

@@ -276,6 +276,7 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
         raise NotACheckpointError(why_no_checkpoint(place))
     stack.callback(_delete_if_aside, path, manifest_file)
     stack.enter_context(hold_lease(Place(LocalStore(folder))))
+
     # a save that replaces it from now on sees the lease
     if not manifest_file.is_at(path / MANIFEST_NAME):
         return None

@@ -198,6 +198,7 @@ class _GlobalParser(_Parser):
             for name, command in commands.items():
                 lines.append(f"{label:{indent}}  {name:{width}}  {command.summary}")
                 label = ""
+
         lines += [
             "",
             f"`{_NAME} COMMAND --help` describes a command; --version prints the version, and",

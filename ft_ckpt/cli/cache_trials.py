@@ -209,6 +209,7 @@ def measure_caches(folder: Path, ranks: Ranks) -> tuple[CacheAge, ...]:
             error,
             decide=_slowest,
         ).result
+
     named_ages = zip(CHANGES, ages, strict=True)
     return tuple(CacheAge(change.name, age) for change, age in named_ages)
 

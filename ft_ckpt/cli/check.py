@@ -159,6 +159,7 @@ def rehearse_script(command: Sequence[str], folder: Path, steps: int, stop: int)
             f"though there was a checkpoint of step {stopped_at}: call saver.resume() before the "
             "loop, with no path and no step of your own"
         )
+
     through_end = Place(LocalStore(Path(through_run.directory)), END)
     resumed_end = Place(LocalStore(Path(after_stop.directory)), END)
     tensor_count, different = _compare_ends(through_end, resumed_end)
@@ -172,11 +173,13 @@ def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> lis
             f"check-resume: {words[0]}: no file, expected a training script; see `ft-ckpt "
             "check-resume --help`"
         )
+
     if launch and nproc > 1:
         raise ConfigError(
             "check-resume: --launch and --nproc: expected one of them; the "
             "launcher has its own option"
         )
+
     if launch:
         return [*shlex.split(launch), *words]
     if nproc == 1:
@@ -211,6 +214,7 @@ def _run_script(command: Sequence[str], rehearsal: Rehearsal, purpose: str) -> l
         )
     else:
         return steps
+
     shown = (f"  {line}" for line in tail.splitlines())
     print_lines(f"{purpose}; the end of the script's output:", *shown, file=sys.stderr)
     raise CheckpointError(f"{_script_name(command)}: {problem}")
@@ -312,6 +316,7 @@ def _finding_cells(row: MetricRow, finding: Finding) -> tuple[str, ...]:
         mark = "differs"
     else:
         mark = "stopped here" if row.step == finding.stop else ""
+
     return (
         str(row.step),
         row.metric or "-",
@@ -334,6 +339,7 @@ def _verdict_text(finding: Finding) -> str:
             f"the same, to the bit, with {finding.tensors} tensors of weights and training state "
             f"at the end{addition}"
         )
+
     ends = f"{len(finding.different)} of {finding.tensors} tensors differ at the end"
     first = finding.first_difference
     if first is None:
@@ -342,6 +348,7 @@ def _verdict_text(finding: Finding) -> str:
     if first.metric:
         numbers = f"{first.metric} {_exact_number(first.through)}"
         numbers += f" and {_exact_number(first.resumed)}"
+
     return (
         f"not the same: they differ from step {first.step} on ({numbers}); {ends}. "
         f"{_advice_text(first, finding.stop)}"
@@ -354,11 +361,13 @@ def _advice_text(first: MetricRow, stop: int) -> str:
             "That is before the stop: the script is not deterministic, so nothing can be said "
             "about resuming. Seed it before it makes model and data (accelerate.utils.set_seed)"
         )
+
     if first.batches is False:
         return (
             "The resumed run got other data: take batches from saver.remaining(loader), and "
             "seed all that it draws"
         )
+
     data = "If the data was the same (see saver.remaining)"
     if first.batches:
         data = "The data was the same"

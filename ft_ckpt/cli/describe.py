@@ -88,6 +88,7 @@ class ModelFacts:
             if self.targets:
                 line += f", on {listing(self.targets, ', ', _MAX_TARGETS)}"
             yield line
+
         if self.adapter is not None:
             yield f"base: {self.base or 'a model built in memory'}"
 

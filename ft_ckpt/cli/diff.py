@@ -50,6 +50,7 @@ def _diff(options: Namespace) -> int:
         file_a, file_b = (stack.enter_context(closing(open_source(place))) for place in held_places)
         tensors = compare_files(file_a, file_b)
         settings = compare_settings(file_a, file_b)
+
     layers = by_layer(tensors)
     max_rows = options.top or None  # 0 lists all
     counts = Counter(tensor.status for tensor in tensors)
@@ -74,6 +75,7 @@ def _diff(options: Namespace) -> int:
         _print_first_rows(("layer", "tensors", *_NUMBER_HEADS), layer_rows, max_rows)
         tensor_rows = [_tensor_row(tensor) for tensor in tensors if tensor.changed]
         _print_first_rows(("tensor", "changed", *_NUMBER_HEADS), tensor_rows, max_rows)
+
     are_different = bool(settings) or any(tensor.changed for tensor in tensors)
     return 1 if are_different else 0
 
@@ -126,6 +128,7 @@ def _difference_json(difference: "Difference") -> dict[str, Any]:
     for side, spec in (("a", difference.before), ("b", difference.after)):
         if spec is not None:
             specs[side] = {"shape": list(spec.shape), "dtype": spec.dtype}
+
     if not specs:  # a layer has no spec
         specs = {"tensors": difference.tensors, "changed": difference.changed}
     numbers: dict[str, float | None] = {"largest": None, "mean": None, "relative": None}
@@ -134,6 +137,7 @@ def _difference_json(difference: "Difference") -> dict[str, Any]:
         numbers["mean"] = difference.mean
         if math.isfinite(difference.relative):
             numbers["relative"] = difference.relative
+
     return {
         "name": difference.name,
         "status": difference.status,

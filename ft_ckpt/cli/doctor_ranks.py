@@ -55,6 +55,7 @@ def examine_sharing(store: Store, ranks: Ranks) -> SharingReport:
         caches = measure_caches(folder, ranks)
         if range_problem is None and sharing.mode is Mode.SHARED:
             range_problem = try_ranges(folder, ranks)
+
     return SharingReport(
         sharing.clients,
         tuple(_rank_rows(sharing)),
@@ -102,6 +103,7 @@ def _show_ranks(report: SharingReport) -> None:
         rows.append((f"{rank}", view["host"], client, file_system))
         if not view["sees"]:
             blind.append(rank)
+
     output.print_table(("rank", "node", "client", "file system"), rows)
     if blind:
         print_lines(f"not one file system: rank(s) {rank_numbers(blind)} do not see it")

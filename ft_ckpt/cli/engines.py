@@ -153,10 +153,12 @@ def _publish(options: Namespace) -> None:
     for name, flag in (("visible_at", "--visible-at"), ("headers", "--header")):
         if name in settings:
             settings[name] = _pairs(flag, settings[name])
+
     server_options = ServerOptions(url=options.url, **settings)
     if not options.follow:
         _print_report(publish(options.checkpoint, server_options), as_json=options.as_json)
         return
+
     follow_run(
         followed_run(options.checkpoint),
         server_options,
@@ -191,6 +193,7 @@ def _print_report(report: "PublishReport", *, as_json: bool) -> None:
             paused = f"{server.paused_seconds:.1f} s"
             rows.append((server.url, server.engine, server.before or "-", checked, paused))
         output.print_table(("server", "engine", "before", "checked", "paused"), rows)
+
     sys.stdout.flush()  # at once, with --follow
 
 
@@ -257,4 +260,5 @@ def _check_for(options: Namespace) -> int:
         print_lines(
             f"{options.folder}: nothing that {options.engine} would refuse, drop or misread"
         )
+
     return 1 if findings else 0

@@ -98,6 +98,7 @@ def print_conversion(
     if as_json:
         output.print_json({**vars(report), "verified": verified})
         return
+
     casts = ", ".join(f"{count} x {cast}" for cast, count in report.casts.items())
     facts = [f"{report.tensors} tensors", human_size(report.bytes), f"{report.seconds:.1f} s"]
     if casts:

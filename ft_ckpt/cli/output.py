@@ -56,9 +56,11 @@ def print_table(
             overflow="fold",
             no_wrap=number == 0 or is_number,
         )
+
     for number, line in enumerate(cells):
         table.add_row(*map(Text, line), style="red" if number in red else None)
     first_width = max((len(line[0]) for line in cells), default=0)
+
     # If the names need more than the terminal has, the terminal itself breaks the lines.
     min_width = first_width + (len(heads) - 1) * (COLUMN_GAP + 4)
     Console(width=max(terminal_width(), min_width)).print(table)

@@ -160,12 +160,14 @@ def _plan(options: Namespace) -> None:
         size = parse_size(options.model_size)
     elif folder:
         size = _folder_bytes(folder)
+
     is_measured = not options.save_time
     if is_measured:
         target = folder or open_place(".")
         save_seconds = _measure_save(target.folder, size or 0)
     else:
         save_seconds = parse_seconds(options.save_time)
+
     job = PlannedRun(
         step_seconds=parse_seconds(options.step_time),
         save_seconds=save_seconds,
@@ -182,6 +184,7 @@ def _plan(options: Namespace) -> None:
             f"{human_time(job.mtbf_seconds)}"
         )
         raise ConfigError(f"plan: {times}: the run would never get from one checkpoint to the next")
+
     _show_plan(job, interval_rows(job), measured=is_measured, as_json=options.as_json)
 
 
@@ -230,6 +233,7 @@ def _interval_row(job: PlannedRun, steps: int, optimum: bool) -> IntervalRow:
         max_stored = min(
             saves, job.keep_last + 1
         )  # the newest one is written before one is deleted
+
     disk_bytes = None if job.size_bytes is None else max_stored * job.size_bytes
     return IntervalRow(
         steps=steps,
@@ -253,6 +257,7 @@ def _show_plan(
             {**asdict(job), "measured": measured, "optimum_steps": best, "rows": table}
         )
         return
+
     size = "" if job.size_bytes is None else f" of {human_size(job.size_bytes)}"
     how = ", measured by writing" if measured else ""
     print_lines(
@@ -271,6 +276,7 @@ def _show_plan(
         mark = "<- optimum" if row.optimum else ""
         interval = human_time(row.interval_seconds)
         rows.append((f"{row.steps}", interval, f"{row.saves}", disk, *percents, mark))
+
     output.print_table(heads, rows)
 
 

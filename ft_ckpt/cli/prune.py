@@ -65,6 +65,7 @@ def _prune(options: Namespace) -> None:
         raise ConfigError(
             "prune: no rule given, so everything stays; give --last, --every, --best, --daily, ..."
         )
+
     run_id = _run_id(root, options.run_id)
     report = prune_run(root, keep, run_id=run_id, dry_run=options.dry_run, strict=True)
     _show_report(root, report, dry_run=options.dry_run, as_json=options.as_json)

@@ -99,6 +99,7 @@ def _ls(options: Namespace) -> None:
             contents, run, _rows_of_contents(run, contents), as_json=options.as_json
         )
         return
+
     reports = {info.path: verify(info.place, deep=False) for info in infos}
     kept = _reasons_to_keep(run, infos)
     best = _best_of_runs(info for info in infos if reports[info.path].ok)
@@ -108,6 +109,7 @@ def _ls(options: Namespace) -> None:
         rows.append(
             views.checkpoint_row(info, reports[path], kept.get(path, ()), best.get(path, ()))
         )
+
     metrics = views.ranked_metrics(infos)[: None if options.metrics else 2]
     views.show_run(rows, metrics, as_json=options.as_json)
 
@@ -170,6 +172,7 @@ def _best_of_runs(infos: Iterable[CheckpointInfo]) -> Mapping[Path | str, list[s
             sign = 1 if mode == "min" else -1
             if leader is None or sign * value < sign * leader.metrics[metric]:
                 best[key] = info
+
     named: dict[Path | str, list[str]] = {}
     for (_, metric), info in best.items():
         named.setdefault(info.path, []).append(metric)
@@ -227,6 +230,7 @@ def _best(options: Namespace) -> int:
     if best is not None:
         views.show_latest(best, as_json=options.as_json)
         return 0
+
     measured: set[str] = set()
     for info in list_checkpoints(run).checkpoints:
         measured.update(info.metrics)
@@ -235,6 +239,7 @@ def _best(options: Namespace) -> int:
         raise NotACheckpointError(
             f"{run}: no valid checkpoint with the metric {name_metrics([metric], measured)}"
         )
+
     return _say_there_is_none(run)
 
 

@@ -25,6 +25,7 @@ def show_file(source: Place, *, as_json: bool) -> None:
     with hold_open(source, compares=False) as place, closing(open_source(place)) as file:
         specs, ties = dict(file.specs), dict(file.ties)
         skipped = list(file.skipped)
+
     size = sum(spec.size_bytes for spec in specs.values())
     model = facts_of_folder(source.folder, ((spec.dtype, spec.shape) for spec in specs.values()))
     if as_json:
@@ -39,6 +40,7 @@ def show_file(source: Place, *, as_json: bool) -> None:
         }
         output.print_json(document)
         return
+
     print_lines(f"{source}: {model.headline()}", *(f"  {line}" for line in model.details()))
     print_lines(f"  {output.count_of(len(specs), 'tensor')}, {human_size(size)}", "")
     output.print_table(("tensor", "shape", "dtype", "size"), _tensor_rows(specs, ties))
@@ -69,6 +71,7 @@ def _node_rows(
         step, inner = below[0]
         yield from _node_rows(inner, f"{label}.{step}", depth, specs, ties)
         return
+
     label = "  " * depth + label
     if name in specs:
         spec = specs[name]
@@ -77,5 +80,6 @@ def _node_rows(
         yield label, "", "", ""
     else:
         yield label, f"= {ties[name]}", "", ""
+
     for step, inner in below:
         yield from _node_rows(inner, step, depth + 1, specs, ties)

@@ -40,6 +40,7 @@ def _sign(options: Namespace) -> None:
         raise ConfigError(
             "sign: expected --key PRIVATE, or --keyless with or without --identity-provider"
         )
+
     password = os.environ.get(_PASSWORD)
     signature = sign(
         options.checkpoint, options.key, password=password, provider=options.identity_provider

@@ -55,6 +55,7 @@ def _push(options: Namespace) -> None:
     if options.as_json:
         output.print_json(report)
         return
+
     outcome = f"{len(report.files)} files, {human_size(report.bytes)}, {report.seconds:.1f} s"
     if not report.is_new:
         outcome = "all of it was there, nothing was sent"
@@ -94,12 +95,15 @@ def _pull(options: Namespace) -> None:
         report = pull(_checked_url(url), folder, overwrite=options.force)
     else:
         report = pull(place, folder, overwrite=options.force)
+
     if options.as_json:
         output.print_json(report)
         return
+
     if folder is None:
         print_path(report.path)
         return
+
     verdict = "verified" if report.verified else "not verified: no manifest there"
     size = f"{len(report.files)} files, {human_size(report.bytes)}"
     print_lines(f"{url} -> {report.path}: {size}, {verdict}")
@@ -177,6 +181,7 @@ def _sync_lines(report: "SyncReport", *, dry_run: bool) -> Iterator[str]:
     if dry_run:
         for name in report.missing:
             yield f"{name}: would be copied"
+
     for name in report.dropped:
         yield f"{name}: {would}deleted there"
     for name in report.stripped:

@@ -55,6 +55,7 @@ def _verify(options: Namespace) -> int:
         contents = describe_contents(place)
         if contents.kind == RUNS:
             raise NotACheckpointError(contents.sentence(place))
+
     if signed_by is not None and not checkpoints:
         raise NotACheckpointError(f"{place}: no checkpoint, so it has no signature to check")
     note = ""
@@ -64,6 +65,7 @@ def _verify(options: Namespace) -> int:
         reports = [listed or verify_foreign(place)]
         if listed is None and reports[0].ok:
             note = _UNCHECKED
+
     views.show_reports(reports, note, as_json=options.as_json)
     return 0 if all(report.ok for report in reports) else 1
 

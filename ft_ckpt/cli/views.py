@@ -177,6 +177,7 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
             {"path": info.path, **values_of(manifest), "metrics": info.metrics, "models": facts}
         )
         return
+
     if len(facts) == 1:
         (model,) = facts.values()
         print_lines(f"{info.path}: {model.headline()}", *(f"  {line}" for line in model.details()))
@@ -184,6 +185,7 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
         print_lines(f"{info.path}: {count_of(len(facts), 'part')}")
     else:
         print_lines(f"{info.path}: training state only")
+
     step = "" if manifest.step is None else f"step {manifest.step}, "
     has_state = len(models) < len(manifest.parts)
     state = ", with training state" if facts and has_state else ""
@@ -192,9 +194,11 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
     if info.metrics:
         metrics = ", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items())
         print_lines(f"  {metrics}")
+
     for part in manifest.parts:
         is_described = len(facts) > 1 and part.kind != STATE
         _show_part(part, facts[part.name] if is_described else None)
+
     _show_writers(manifest)
 
 
@@ -216,6 +220,7 @@ def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
     if facts is not None:
         headline = f"{facts.headline()}; "
         details = [f"  {line}" for line in facts.details()]
+
     name = part.name
     if not name:
         name = "training state" if part.kind == STATE else "model"
@@ -229,6 +234,7 @@ def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
         size = human_size(tensor.end - tensor.start)
         cells = (tensor.name, human_shape(tensor.shape), tensor.dtype, size, tensor.file)
         rows.append(cells[: len(heads)])
+
     print_table(heads, rows)
 
 
@@ -248,11 +254,13 @@ def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict
     for head in list(columns):
         if set(columns[head]) == {_DEFAULT_CELLS.get(head, "")}:
             del columns[head]
+
     metric_heads = [_metric_head(name) for name in metrics]
     for head in ("parts", "age", "kept", "kind", *reversed(metric_heads)):
         if _table_width(columns) <= terminal_width():
             break
         columns.pop(head, None)
+
     return columns
 
 
@@ -279,6 +287,7 @@ def _column_cell(row: Mapping[str, Any], head: str) -> str:
     if head == "kind":
         kind = row["adapter"] or row["kind"]
         return f"{kind}+state" if row["state"] and kind != STATE else kind
+
     if head == "age":
         return _age_text(row["created"])
     if head == "size":

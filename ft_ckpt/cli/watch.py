@@ -65,6 +65,7 @@ def _watch(options: Namespace) -> None:
             f"{' '.join(options.command)}: expected {_PATH} among its words, for "
             "the checkpoint's path"
         )
+
     skipped: list[CheckpointError] = []
 
     def report_problem(error: CheckpointError) -> None:
@@ -87,6 +88,7 @@ def _watch(options: Namespace) -> None:
             except CheckpointError as error:
                 skipped.append(error)
                 print_lines(f"ft-ckpt: {path}: skipped: {error}", file=sys.stderr)
+
         if skipped and not stop.is_set():
             raise skipped[-1]
 
@@ -102,6 +104,7 @@ def _evaluate(checkpoint: "CheckpointInfo", options: Namespace) -> None:
         checkpoint.write_metrics(metrics)
     except ConfigError as error:
         raise _CommandError(f"{printable(' '.join(command))}: {error}") from error
+
     seconds = time.monotonic() - start
     if options.as_json:
         result: dict[str, Any] = {
@@ -113,6 +116,7 @@ def _evaluate(checkpoint: "CheckpointInfo", options: Namespace) -> None:
     else:
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
         print_lines(f"{shown_location(checkpoint.path)}: {numbers}, {seconds:.1f} s")
+
     sys.stdout.flush()  # at once: a command may take hours
 
 
@@ -133,11 +137,13 @@ def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{command[0]}: cannot be started ({error})") from error
+
     shown = printable(" ".join(command))
     code = process.returncode
     if code:
         reason = f"exit code {code}" if code > 0 else f"signal {-code}"
         raise _CommandError(f"{shown}: ended with {reason}")
+
     lines = process.stdout.decode(errors="replace").strip().splitlines()
     line = lines[-1].strip() if lines else ""
     numbers = _numbers_in(line, metric)
@@ -146,7 +152,9 @@ def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
         raise _CommandError(
             f"{shown}: its last line is {printable(line)[:200]!r}, expected {expected}"
         )
+
     value = numbers.pop(metric)
+
     # The metric comes last: once a checkpoint has it, the checkpoint counts as evaluated.
     return {**numbers, metric: value}
 

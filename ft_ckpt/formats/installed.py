@@ -30,6 +30,7 @@ def load_installed(entry: EntryPoint, registered: Mapping[str, TensorFormat]) ->
             f"{what}: cannot be imported ({type(error).__name__}: {error}); install what it needs, "
             f"or remove {source}"
         ) from error
+
     problem = _problem_of_class(loaded)
     if not problem:
         try:
@@ -40,6 +41,7 @@ def load_installed(entry: EntryPoint, registered: Mapping[str, TensorFormat]) ->
             problem = _problem_of_name(tensor_format, entry, registered)
             if not problem:
                 return tensor_format
+
     raise ConfigError(f"{what}: {problem}; install another version of {source}, or remove it")
 
 
@@ -49,6 +51,7 @@ def _problem_of_class(loaded: Any) -> str:
     if not issubclass(kind, TensorFormat):
         name = getattr(loaded, "__name__", kind.__name__)
         return f"{name} is not derived from TensorFormat"
+
     if isabstract(kind):
         return f"lacks {', '.join(sorted(kind.__abstractmethods__))}"
     for method, base in vars(TensorFormat).items():
@@ -59,6 +62,7 @@ def _problem_of_class(loaded: Any) -> str:
             return f"{method} is a {type(own).__name__}, expected a method"
         if not _takes_arguments_of(own, base):
             return f"{method}{_arguments(own)}, expected {method}{_arguments(base)}"
+
     return ""
 
 

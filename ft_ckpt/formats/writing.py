@@ -50,6 +50,7 @@ def write_file(
                 "nothing is kept"
             )
         digest = file.finish()
+
     etag = None if file.stored is None else file.stored.etag
     sha256 = None if file.sha256 is None else file.sha256.hexdigest()
     return FileRecord(plan.path, layout.size_bytes, whole_digest(digest), etag=etag, sha256=sha256)
@@ -78,12 +79,14 @@ def _put_in_order(file: FileWriter, layout: Layout, feed: Iterator[Region]) -> N
         end = start + spec.size_bytes
         for region in _regions_of_tensor(spec.name, start, end, feed):
             file.put_region(region, digests.get(spec.name))
+
     if layout.trailer is not None and layout.trailer_start is not None:
         file.put_zeros(end, layout.trailer_start)
         file.await_digests()
         trailer = layout.trailer({name: digest.digest() for name, digest in digests.items()})
         file.put_region(region_of(layout.trailer_start, trailer))
         end = layout.trailer_start + len(trailer)
+
     file.put_zeros(end, layout.size_bytes)
 
 

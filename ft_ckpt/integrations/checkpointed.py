@@ -155,6 +155,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
                 batches_per_step = self.args.gradient_accumulation_steps
                 steps = math.ceil(self.__chosen.batch / batches_per_step)
                 skipped_batches = steps * batches_per_step
+
         self.__skipped_batches = skipped_batches
         return epochs, skipped_batches
 
@@ -181,6 +182,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
                 deque(self.__saver.remaining(self.__loader), 0)
             self.__random = capture_generators()
             self.__saver._run.note_absent(absent)
+
         self.__saver.register(**absent)
         if self.ft_ckpt.on_resumed is not None:
             self.ft_ckpt.on_resumed(self.__saver)
@@ -238,11 +240,13 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
                 absent[name] = value
             else:
                 saver.register(**{name: value})
+
         for name, model in self.__held.models.items():
             if name in names_in_checkpoint:
                 saver.register(**{name: model})
             else:
                 saver._run.objects.watch(name, model)
+
         return absent
 
     def __warn_of_unsaved(self, saver: CheckpointSaver[Any]) -> None:
@@ -325,6 +329,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.__is_save_deferred = True
             self.control.should_training_stop = False
             return
+
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         folder = Path(self._get_output_dir(trial=trial))
@@ -344,6 +349,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if self.__is_collecting:
             super().save_model(output_dir, _internal_call=True)
             return
+
         target = Path(output_dir or self.args.output_dir)
         all_ranks_save = (
             self.is_fsdp_enabled
@@ -357,6 +363,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             # others do not wait.
             with by_itself():
                 self.__save_weights(target)
+
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -449,6 +456,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             raise ConfigError(
                 f"{target}: a checkpoint of a run that has not begun; save within train()"
             )
+
         step = self.state.global_step
         best_step = self.state.best_global_step
         best_path = folder / f"checkpoint-{best_step}"

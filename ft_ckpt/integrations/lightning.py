@@ -103,19 +103,24 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         self._resume: str | Path | Place | bool | None = resume
         self._allow = allow if isinstance(allow, bool) else as_names(allow, "allow")
         self._on_saved = hooks_of(on_saved)
+
         # Without a separator it is a mode, or the name of a folder in `directory`.
         if isinstance(resume, (str, Path)) and os.sep in str(resume):
             self._resume = absolute_location(resume)
         self._saver: CheckpointSaver[Any] | None = None
         self._loaders: list[SaverLoader] = []
         self._state: LightningState | None = None
+
         # The last step that was reported to the saver.
         self._step = 0
+
         # The random state after the resume. It is kept until the first batch is read.
         self._random: GeneratorStates | None = None
+
         # The trainer's limit_val_batches. It is set to 0 in the trainer until the first batch is
         # read after a resume.
         self._val_limit: Any = None
+
         # The saver's signal handlers, by the number of the signal.
         self._handlers: Mapping[int, Any] = {}
 
@@ -139,6 +144,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
                 f"ckpt_path={trainer.ckpt_path!r}: both Lightning and ft_ckpt would restore the "
                 "run; leave it out, or begin from it with LightningCheckpoint(resume='never')"
             )
+
         attribute = self._config.attribute
         if attribute is None:
             attribute = _saved_attribute(pl_module)
@@ -147,6 +153,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         self._saver = CheckpointSaver(
             None, self._directory, tokenizer=self._tokenizer, config=config, on_saved=self._on_saved
         )
+
         # Lightning will set its own signal handlers, which would end the run before it is saved.
         # Therefore the saver's handlers are removed here, and set again in `on_train_start`.
         handlers = _handlers_of(config.every)
@@ -167,6 +174,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
             for number, member in enumerate(members):
                 name = f"{kind}_{number}" if number else kind
                 objects[name] = member
+
         self._saver.register(model=trainer.strategy.model, **objects, lightning=self._state)
         self._replace_loaders(trainer)
         for callback in averaging:

@@ -43,10 +43,12 @@ class LightningState:
         """
         checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         weights = checkpoint["state_dict"]
+
         # An averaging callback has put the average there, which is an item of the run by itself.
         if averaging_callbacks(self._trainer):
             weights = checkpoint.pop(_LIVE_WEIGHTS, weights)
             checkpoint.pop(_AVERAGING, None)
+
         added = _added_tensors(self._trainer.lightning_module, weights)
         if added:
             raise SelectionError(
@@ -54,12 +56,15 @@ class LightningState:
                 "on_save_checkpoint of the module or a callback; the live weights are what ft_ckpt "
                 "saves. Leave state_dict alone there, or use another callback"
             )
+
         for name in list(checkpoint):
             if name in _SAVED_BY_SAVER or _ARGUMENTS in name:
                 del checkpoint[name]
+
         if self.is_over:
             loops = checkpoint["loops"]
             loops["fit_loop"] = _as_if_not_over(loops["fit_loop"], self._trainer.is_last_batch)
+
         return {**checkpoint, "metrics": dict(self._trainer.callback_metrics)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -67,6 +72,7 @@ class LightningState:
         connector = self._trainer._checkpoint_connector
         module = self._trainer.lightning_module
         checkpoint = {**state, "state_dict": module.state_dict()}
+
         # The saver has restored the weights and the average. The callback expects both in the
         # checkpoint, so it is given its current values.
         for callback in averaging_callbacks(self._trainer):
@@ -80,6 +86,7 @@ class LightningState:
             connector.restore_loops()
         finally:
             connector._loaded_checkpoint = {}
+
         self._trainer._logger_connector._callback_metrics.update(state["metrics"])
 
 

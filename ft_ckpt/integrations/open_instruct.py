@@ -70,6 +70,7 @@ def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
             continue
         if last_name is None or number > last_number:
             last_name, last_number = name, number
+
     if last_name is None:
         return None
     prefix = folder if folder.endswith("/") else f"{folder}/"
@@ -93,6 +94,7 @@ def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> N
         is_checkpoint = entry.name.startswith(("step_", "epoch_"))
         if isinstance(entry, Folder) and is_checkpoint and number is not None:
             numbered.append((number, entry))
+
     if keep_last_n_checkpoints < 0:
         return
     numbered.sort(key=itemgetter(0))

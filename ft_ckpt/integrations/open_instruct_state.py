@@ -118,6 +118,7 @@ def load_checkpoint_state(
             outcomes.append(Restored(key, "restored"))
         else:
             outcomes.append(Restored(key, "absent", _NOT_IN_FOLDER))
+
     generators, error = ranks.attempt(lambda: _restore_generators(states, ranks.rank))
     if generators is not None:
         outcomes.append(generators)
@@ -167,11 +168,13 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
         raise NotACheckpointError(
             f"{folder}: no *_model_states.pt in it; expected --checkpoint_state_dir of grpo_fast"
         )
+
     if engine.load_universal_checkpoint():
         raise LoadError(
             f"{folder}: DeepSpeed reads universal checkpoints by itself; set "
             "load_universal to False"
         )
+
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     for name in names[ranks.rank :: ranks.size]:
         _read_states(Path(folder, place.name, name), scaler, checked=True)
@@ -183,6 +186,7 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
             f"{folder}: {listing(problems)}; make the engine as the saved run did. Once ft_ckpt "
             "has saved it, saver.resume() takes it to other ranks and stages"
         )
+
     return place.name
 
 
@@ -198,6 +202,7 @@ def _misfits(
         for group in stored["param_shapes"] or ():
             for name, shape in group.items():
                 shapes[name] = tuple(shape)
+
         # what is compared: its value in the folder, and in the engine
         compared: dict[str, tuple[Any, Any]] = {
             "ranks": (stored["dp_world_size"], num_ranks),
@@ -213,6 +218,7 @@ def _misfits(
             "scheduler": (stored["lr_scheduler"] is not None, engine.lr_scheduler is not None),
             "training_step": ("training_step" in stored, True),
         }
+
     live = {name: source.shape for name, source in ModelTensors(engine).sources().items()}
     for name, shape in shapes.items():
         compared[name] = (shape, live.get(name))
@@ -220,6 +226,7 @@ def _misfits(
     for name, (saved, current) in compared.items():
         if saved != current:
             problems.append(f"{name}: {saved} in the folder, {current} here")
+
     return problems
 
 
@@ -306,6 +313,7 @@ def _restore_generators(stored: Mapping[str, Any], rank: int) -> Restored:
         return Restored(
             "rng", "absent", "the folder has RNG states of rank 0 only; this rank keeps its own"
         )
+
     with damaged_input("rng_states"):
         states = stored["rng_states"]
         generators = plain_states(
@@ -316,6 +324,7 @@ def _restore_generators(stored: Mapping[str, Any], rank: int) -> Restored:
             generators["cuda"] = {
                 name.removeprefix("cuda:"): state for name, state in devices.items()
             }
+
     problems = generator_problems(generators)
     if not problems:
         problems = restore_generators(generators)

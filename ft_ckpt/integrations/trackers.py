@@ -85,6 +85,7 @@ def log_to_wandb(
             raise ConfigError(
                 "no W&B run is active; call wandb.init() before the first save, or pass a run"
             )
+
         with open_checkpoint(report.place) as checkpoint:
             metadata = _artifact_metadata(report, checkpoint.manifest)
             artifact_name = name or f"checkpoint-{target.id}"
@@ -99,6 +100,7 @@ def log_to_wandb(
                 location = report.path
                 url = location if isinstance(location, str) else location.absolute().as_uri()
                 artifact.add_reference(url, checksum=False)
+
             aliases = ["latest"]
             if report.step is not None:
                 aliases.append(f"step-{report.step}")
@@ -128,6 +130,7 @@ def log_to_mlflow(
             raise ConfigError(
                 "no MLflow run is active; call mlflow.start_run() before the first save"
             )
+
         values = checkpoint_values(report, "checkpoint_")
         mlflow.log_metrics(values, step=report.step, run_id=mlflow_run)
         with open_checkpoint(report.place) as checkpoint:

@@ -87,12 +87,14 @@ def checkpointed(
         raise ConfigError(
             "every=: the Trainer decides when to save; set save_strategy and save_steps"
         )
+
     if not isinstance(state, bool):
         raise ConfigError(f"state={short_repr(state)}: expected True or False")
     if on_resumed is not None and not callable(on_resumed):
         raise ConfigError(
             f"on_resumed={short_repr(on_resumed)}: expected a function of the saver, or None"
         )
+
     trainer_settings = TrainerSettings(
         keep=make_config(None, {"keep": keep}).keep,
         allow=allow if isinstance(allow, bool) else as_names(allow, "allow"),
@@ -106,6 +108,7 @@ def checkpointed(
     if isinstance(trainer, Trainer):
         _take_over(trainer, trainer_settings)
         return trainer
+
     raise ConfigError(
         f"checkpointed(): {in_words(trainer)}, expected transformers' Trainer or a class built on "
         "it, as in checkpointed(SFTTrainer)(model, args, ...), or a trainer that exists"

@@ -152,12 +152,14 @@ def _requested_checkpoint(request: str, folder: Place, deep: bool) -> Place | No
             advice = "resume_from_checkpoint=True takes the newest whole one"
             raise CorruptError(f"{place}: {listing(problems)}; {advice}")
         return place
+
     recover_all(folder)  # deletes or restores what killed saves have left
     newest = _newest_intact(folder, deep)
     if newest is None and request == "must":
         raise NotACheckpointError(
             f"{folder}: no whole checkpoint in it; resume_from_checkpoint=True begins afresh"
         )
+
     if newest is None:
         announce(f"a fresh start: no whole checkpoint in {folder}")
     return newest
@@ -174,6 +176,7 @@ def _newest_intact(folder: Place, deep: bool) -> Place | None:
         match = _NAME.fullmatch(entry.name)
         if match is not None:
             names_by_step.append((int(match[1]), entry.name))
+
     committed: list[str] = []
     for _, name in sorted(names_by_step, reverse=True):
         place = Place(folder.folder, name)
@@ -184,11 +187,13 @@ def _newest_intact(folder: Place, deep: bool) -> Place | None:
         warn(f"{place}: not whole, trying an older one: {listing(problems)}")
         if _has_file(place, MANIFEST_NAME):
             committed.append(name)
+
     if committed:
         raise CorruptError(
             f"{folder}: {listing(committed, ', ')}: damaged (see the warnings), and there is no "
             "other checkpoint; move them away to begin afresh"
         )
+
     return None
 
 
@@ -274,6 +279,7 @@ def prune_older(
         if best is not None and best.location not in paths[-limit:]:
             limit -= 1  # the best one stays besides the newest
         keep = Keep(last=max(limit, 1))
+
     if keep is not None:
         protected = [newest]
         if best is not None:

@@ -96,12 +96,14 @@ def collect_files(
         with _without_weights(bare_model, folder) as saved_modules:
             write(str(folder))
         written = files_below(folder)
+
     written.pop(TRAINING_ARGS_NAME, None)
     if len(saved_modules) > 1:
         raise SelectionError(
             f"{listing(saved_modules, ', ')}: {writer} saves them into one folder, which ft_ckpt "
             "does not support; train without ft_ckpt"
         )
+
     attribute: str | None = None
     if saved_modules and saved_modules[0]:  # the path of the model itself is ""
         attribute = saved_modules[0]
@@ -110,12 +112,14 @@ def collect_files(
         for path in weights:
             del written[path]
         weights = {}
+
     if weights:
         raise SelectionError(
             f"{listing(list(weights), ', ')}: written by {writer} itself, in a layout of its own "
             "that ft_ckpt does not know; train without ft_ckpt, or let it call super() for the "
             "weights"
         )
+
     return AddedFiles(written, attribute)
 
 
@@ -185,9 +189,11 @@ def _are_equal_to_model(model: nn.Module, weights: Mapping[str, bytes]) -> bool:
             stored_tensors |= safetensors.torch.load(content)
         elif not path.endswith(".safetensors.index.json"):
             return False
+
     sources = ModelTensors(model).sources()
     if not stored_tensors.keys() <= sources.keys():
         return False
+
     # Tied tensors have the same key. One of them must be stored.
     stored_keys = {sources[name].key for name in stored_tensors}
     if any(source.key not in stored_keys for source in sources.values()):
@@ -198,6 +204,7 @@ def _are_equal_to_model(model: nn.Module, weights: Mapping[str, bytes]) -> bool:
             return False
         if not _are_equal(tensor, local.detach().cpu()):
             return False
+
     return True
 
 

@@ -135,6 +135,7 @@ def held_state(trainer: Trainer) -> HeldState:
     for optimizer in (trainer.optimizer, *optimizers):
         for group in optimizer.param_groups:
             optimized.update(id(parameter) for parameter in group["params"])
+
     for name, value in held.items():
         if isinstance(value, Tensor):
             tensors[name] = value
@@ -144,6 +145,7 @@ def held_state(trainer: Trainer) -> HeldState:
             trained[name] = value
         else:
             models[name] = value
+
     if _generates(trainer):
         objects[_GENERATION_ITEM] = BufferedGeneration(trainer)
     return HeldState(trained, models, objects, digests_of(tensors))
@@ -161,9 +163,11 @@ def unsaved_state(trainer: Trainer, before: HeldState, registered: Collection[st
             tensors[name] = value
         elif name not in registered:
             names[_attribute_of(name)] = None
+
     for name, digest in digests_of(tensors).items():
         if before.tensors.get(name) != digest:
             names[_attribute_of(name)] = None
+
     generation = before.objects.get(_GENERATION_ITEM)
     if generation is not None and not generation.is_storable:
         names["trainer._buffered_inputs"] = None
@@ -219,6 +223,7 @@ def _found_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (nn.Module, Tensor)) or _has_state(value):
         yield path, value
         return
+
     if not depth:
         return
     children: list[tuple[Any, Any]] = []
@@ -228,6 +233,7 @@ def _found_in(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         children = list(enumerate(value))
     elif _is_plain_object(value):
         children = list(vars(value).items())
+
     for key, child in children:
         yield from _found_in(child, f"{path}.{key}", depth - 1)
 
@@ -291,17 +297,21 @@ class _SavedAsModel:
             return None
         if not any(id(tensor) in self.tensors for tensor in tensors):
             return module
+
         # for example, the head of a loss that contains the trained model
         remainder = nn.Module()
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in self.tensors:
                 remainder.register_parameter(name, parameter)
+
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in self.tensors:
                 is_persistent = name not in module._non_persistent_buffers_set
                 remainder.register_buffer(name, buffer, is_persistent)
+
         for name, child in module.named_children():
             child_remainder = self._other_modules(child)
             if child_remainder is not None:
                 remainder.add_module(name, child_remainder)
+
         return remainder if remainder.state_dict() else None

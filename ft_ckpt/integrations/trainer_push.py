@@ -45,6 +45,7 @@ def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
         pushes.append(
             _start_hub_push(trainer, checkpoint, folder, f"{message}, checkpoint", state=True)
         )
+
     _register_pushes(trainer, pushes)
 
 

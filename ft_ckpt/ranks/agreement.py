@@ -115,23 +115,27 @@ def judge_entries(
         return disagreement(
             f"{what}: rank(s) {rank_numbers(missing)} did not enter it within {limit:g} s; {ADVICE}"
         )
+
     in_other_call = [rank for rank, entry in entries.items() if entry["what"] != what]
     if in_other_call:
         called = entries[in_other_call[0]]["what"]
         return disagreement(
             f"{what}: rank(s) {rank_numbers(in_other_call)} called {called} instead; {ADVICE}"
         )
+
     failed = [rank for rank, entry in entries.items() if entry["error"] is not None]
     if failed:
         text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in failed[:4])
         kinds = {entries[rank]["raises"] for rank in failed}
         kind = kinds.pop() if len(kinds) == 1 else RankError.__name__
         return _error_verdict(kind, f"{what} failed: {text}")
+
     differences = []
     for name in same:
         difference = _field_difference(name, list(entries.values()))
         if difference is not None:
             differences.append(difference)
+
     if not differences:
         return None
     return disagreement(f"{what}: ranks disagree: {'; '.join(differences)}")

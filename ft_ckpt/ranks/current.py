@@ -35,6 +35,7 @@ def current_ranks(
     if not (dist.is_available() and dist.is_initialized()):
         _refuse_split_brain(needs_group)
         return alone
+
     if dist.get_world_size() == 1:
         return alone
     from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
@@ -47,11 +48,13 @@ def current_ranks(
         store = AnsweringStore(_get_default_store())
         _shared[group, ""] = Ranks(rank, size, store)
         announce_node(store, size)
+
     # Each channel has its own client of the store, because a thread that waits in a client blocks
     # other threads that use it.
     if (group, channel) not in _shared:
         store = _shared[group, ""].store.clone()
         _shared[group, channel] = Ranks(rank, size, store, channel=channel)
+
     ranks = _shared[group, channel]
     ranks.timeout_seconds = ranks.store.silent_seconds = timeout_seconds
     return ranks

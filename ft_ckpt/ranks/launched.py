@@ -57,6 +57,7 @@ def launch_of_process() -> Launch | None:
         )
     else:
         return None
+
     return launch if launch.size > 1 else None
 
 
@@ -76,6 +77,7 @@ def launched_ranks() -> Iterator[Ranks]:
     if launch is None:
         yield Ranks(0, 1)
         return
+
     store = _connect(launch)
     ranks = Ranks(launch.rank, launch.size, AnsweringStore(store))
     announce_node(ranks.store, ranks.size)
@@ -110,6 +112,7 @@ def _connect(launch: Launch) -> Any:
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to an address of "
             "rank 0 that every node reaches"
         ) from error
+
     return prefixed
 
 

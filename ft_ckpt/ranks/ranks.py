@@ -151,6 +151,7 @@ class Ranks:
                 raise error
             alone = [json.loads(json.dumps(dict(value or {})))]  # JSON, as with several ranks
             return Agreed(json.loads(json.dumps(decide(alone))), alone)
+
         error_fields = self._describe_error(error)
         self._report_failure(error_fields)
         entry = {"what": what, "value": dict(value or {}), **error_fields}
@@ -167,6 +168,7 @@ class Ranks:
                 verdict = self._await_verdict(what, limit)
         except CheckpointError as problem:
             raise (problem if error is None else error) from None
+
         if error is not None:
             raise error
         if verdict["problem"]:
@@ -186,6 +188,7 @@ class Ranks:
             with outcome.deferring_error():
                 yield outcome
             return
+
         outside = self.scope, self.rounds, self.later_agreements
         self.later_agreements = (*self.later_agreements, self._store_key(f"{self.rounds + 1}"))
         self.scope = f"{self.scope}{self.rounds}/"
@@ -194,6 +197,7 @@ class Ranks:
                 yield outcome
         finally:
             self.scope, self.rounds, self.later_agreements = outside
+
         self._report_failure(self._describe_error(outcome.error))
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -303,6 +307,7 @@ class Ranks:
         with self.working():
             verdict = problem or agreement.verdict_on(values, decide, self._describe_error)
         self._put_value(f"{self.rounds}/verdict", verdict)
+
         # All ranks are here, so all have read the previous verdict and used its receive slots.
         if len(present) == self.size:
             self._delete_keys()
@@ -321,6 +326,7 @@ class Ranks:
         has_arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
         if has_arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
             return self._read_verdict()
+
         # Rank 0 may still arrive, and must not take this rank for present. So the entry says that
         # it gave up.
         entry = {
@@ -365,6 +371,7 @@ class Ranks:
                 last_beats = beats
             if time.monotonic() > deadline:
                 return False
+
         return True
 
     def _beats_of(self, ranks: Iterable[int]) -> list[bytes]:

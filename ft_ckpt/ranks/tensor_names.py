@@ -38,12 +38,14 @@ def _refuse_differing(values: Values) -> NoReturn:
     for group in groups.values():
         for name in values[group[0]]["names"]:
             ranks_by_name.setdefault(name, []).extend(group)
+
     # Tensors that not all ranks have, by the ranks that have them. If the model is a pipeline,
     # these ranks are its stages.
     stages: dict[tuple[int, ...], list[str]] = {}
     for name, holders in ranks_by_name.items():
         if len(holders) < len(values):
             stages.setdefault(tuple(holders), []).append(name)
+
     problem = "tensors: of another shape or dtype, or in another order, on some ranks"
     if stages:
         lines = []
@@ -51,6 +53,7 @@ def _refuse_differing(values: Values) -> NoReturn:
             numbers = rank_numbers([*holders_of_stage])
             lines.append(f"{listing(names, ', ')} on rank(s) {numbers} alone")
         problem = listing(lines)
+
     raise RanksDisagreeError(
         f"{problem}; every rank has to hold or share all tensors of the model: one whose layers "
         "are spread over the ranks (pipeline parallelism) is saved by the library that spread it"

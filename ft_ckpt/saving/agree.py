@@ -99,6 +99,7 @@ def agree_on_plan(
     if not answer["same_tensors"]:
         digest = described["tensors"]
         name_differing_tensors(ranks, "the tensors of save()", digest, partial(_stored_names, plan))
+
     # If rank 0 has a state dict, replicas are not compared: the caller may have passed none on the
     # other ranks, and these would compare the live tensors.
     if digests is not None and not answer["state_dict"]:
@@ -107,6 +108,7 @@ def agree_on_plan(
             text = describe_differences(differing)
             report_differences(text, str(plan.request.target), ranks, context.config)
         plan = replace(plan, request=replace(plan.request, differing=differing))
+
     candidates = {}
     for path, (writer_count, of_file) in answer["candidates"].items():
         candidates[path] = Candidates(writer_count, tuple(of_file))
@@ -160,6 +162,7 @@ def _describe_save(
     """
     request = plan.request
     kind = request.kind if request.merge is None else "merged"
+
     # The staging folder, if it is on a disk: then ranks may write files together.
     stage = None
     if staged.store is not None and staged.store.local_folder is not None:
@@ -205,12 +208,14 @@ def _compare_on_rank_0(values: Values) -> dict[str, Any]:
     """
     first = values[0]
     with_state_dict = [str(rank) for rank, value in enumerate(values) if value["state_dict"]]
+
     # Without this check rank 0 would wait for tensors that the other ranks do not send.
     if with_state_dict and not first["state_dict"]:
         raise RanksDisagreeError(
             f"state_dict= was given on rank(s) {', '.join(with_state_dict)} and not on rank 0, "
             "which writes it; give it on rank 0"
         )
+
     return {
         "stage": first["stage"],
         "candidates": first["candidates"],

@@ -151,6 +151,7 @@ class SaveRunner:
             # The first plan for a folder expects the mode of most folders.
             if mode not in (planned_mode, Mode.MAIN):
                 attempt, snapshot = self._plan_and_agree(lambda: request, context)
+
         self._steps_in_flight = 0
         self.snapshot.waited_seconds = 0.0
         if snapshot is None or mode is Mode.MAIN:
@@ -158,6 +159,7 @@ class SaveRunner:
             self.future = Future()
             self.future.set_result(report)
             return PendingSave(path=report.path, future=self.future)
+
         # An error of the first copies is kept for the thread, which raises it on all ranks. If it
         # were raised here, the other ranks would wait for this one.
         copy_outcome = Outcome()
@@ -254,6 +256,7 @@ class SaveRunner:
             # Each rank writes its own elements, even of a small checkpoint: the thread cannot
             # gather them on rank 0.
             config = replace(config, each_rank_writes="on")
+
         has_state_dict = request.state_dict is not None
         mode = self._shared_folders.last_mode(request.target.beside)
         writes = plan_writes(plan, config, ranks.size, has_state_dict).limited_to(mode)
@@ -265,6 +268,7 @@ class SaveRunner:
                 return attempt, None
         elif writes.moves_tensors:
             return attempt, None
+
         changed = frozenset[int]() if has_state_dict else ids_changed_by_steps(steppers)
         return attempt, plan_snapshot(writes, ranks, changed, gathers=call_gathers)
 
@@ -276,6 +280,7 @@ class SaveRunner:
         if self.future is not None:
             # An interrupt ends this wait, but not the save, which stays in flight.
             wait([self.future])
+
         future = self.future
         self.future = None
         on_end = self.on_end

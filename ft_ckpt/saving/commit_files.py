@@ -76,6 +76,7 @@ def commit_files(
     value: dict[str, Any] = {"full": is_full}
     if written is not None:
         value |= written.to_exchange
+
     # A full disk that allows another attempt is no error of the agreement.
     reported_error = None if is_full else error
     agreement = ranks.agree("the commit of save()", value, reported_error, decide=commit_on_rank_0)
@@ -89,6 +90,7 @@ def commit_files(
         LOG.info("saved %s: %s in %.2f s", target.basename, size, report.seconds)
         for note in report.notes:
             LOG.info("%s: %s", target.basename, note)
+
     return report
 
 
@@ -121,19 +123,23 @@ def _commit(
     files = [*files, *_link_second_names(plan, files, store)]
     for part_plan in plan.plans:
         check_written_files(part_plan, store)
+
     # Notes are messages about this save, for its report and the manifest.
     notes = [*staged.notes, *request.notes]
     if request.check is not None:
         with local_folder(Place(store)) as folder:
             notes.append(request.check(folder))
+
     collected: list[FileRecord] = []
     if request.collect is not None:
         collected, notes_on_missing = request.collect(store)
         notes += notes_on_missing
+
     if compression is not None:
         files = _compress_files(files, store, compression)
     manifest = _make_manifest(agreed, [*files, *staged.files, *collected], notes, context)
     size_bytes = stored_bytes(store, manifest)
+
     # Last: if another process has taken over the run's directory, nothing must be committed.
     if request.check_lease is not None:
         request.check_lease()
@@ -199,7 +205,9 @@ def _make_manifest(
         base = _base_with_fingerprint(name, sidecars.bases, agreed.samples)
         records.append(_part_record(part_plan, base, sidecars.classes[name], is_compressed))
         all_notes += part_plan.part.notes
+
     all_notes += notes
+
     # An export of a run has its model without the state of the run.
     is_export_of_run = request.run_id is not None and request.run_state is None
     return Manifest(
@@ -233,6 +241,7 @@ def _part_record(
     for entry in part.entries:
         if entry.source is not None and entry.source.trainable:
             trainable.append(entry.name)
+
     return PartRecord(
         name=part.name,
         path=part.path,
@@ -291,9 +300,11 @@ def _shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
             for source in entry.sources:
                 member = f"{part.name}:{source.name.removeprefix(prefix)}"
                 members_by_key.setdefault(source.key, {})[member] = None
+
     groups = []
     for members in members_by_key.values():
         part_names = {member.partition(":")[0] for member in members}
         if len(part_names) > 1:
             groups.append(tuple(members))
+
     return tuple(groups)

@@ -98,15 +98,18 @@ def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
             stage = open_stage(
                 plan, context, attempt.full_count, attempt.unmatched_paths, may_gather
             )
+
         # A save that cannot work is refused here, before any rank waits for tensors of another.
         agreed = agree_on_plan("save()", plan, stage, preparing.error, context)
         plan = agreed.plan
         if agreed.replicas_differ:
             return attempt.with_new_plan(agreed)
+
         with ranks.deferring_error() as writing:
             writes = attempt.writes or plan_writes(plan, config, ranks.size, agreed.has_state_dict)
             reused = reuse_files(plan, agreed.candidates, stage.store, sources, ranks)
             written = write_files(writes, reused, sources, stage, agreed, context)
+
         report = commit_files(stage, agreed, written, writing.error, context)
     except BaseException:
         # The file system may have changed, so the next save finds out again how ranks share it.
@@ -115,6 +118,7 @@ def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
     finally:
         if stage is not None:
             stage.discard()
+
     if report is None:  # the disk is full, and the settings say to try again
         return attempt.after_full_disk(agreed, reused)
     return follow_up(plan.request, report)

@@ -108,6 +108,7 @@ def try_sharing(store: Store, ranks: Ranks) -> FolderSharing:
             store.write(name, token.encode())
 
     _, error = try_action(write_probe)
+
     # The folder may have another name on another rank, so all ranks take the name of rank 0.
     probe = ranks.agree(
         "the files of save()", {"folder": store.url, "name": name, "token": token}, error
@@ -119,12 +120,14 @@ def try_sharing(store: Store, ranks: Ranks) -> FolderSharing:
     finally:
         if ranks.is_main:
             store.delete([name])
+
     decision = agreed.result
     clients = decision["clients"]
     blind = tuple(decision["blind"])
     if decision["mode"] is not None:
         mode = Mode[decision["mode"]]
         return FolderSharing(mode, decision["reason"], clients, blind, views=agreed.values)
+
     # The store is a folder here, because a bucket needs no trial.
     problem = try_ranges(folder_of(probed), ranks)
     mode, reason = Mode.SHARED, "what ranks wrote into one file at the same time was all there"
@@ -165,6 +168,7 @@ def _decide(views: Values) -> dict[str, Any]:
     for view in views:
         if view.get("mount") is not None:
             mounts.append(Mount(**view["mount"]))
+
     mode: Mode | None = None
     reason = ""
     if blind:
@@ -175,6 +179,7 @@ def _decide(views: Values) -> dict[str, Any]:
         mode, reason = Mode.SHARED, f"one kernel merges what ranks write to {mounts[0].kind}"
     elif len(clients) > 1:
         mode, reason = _decide_by_kind(mounts)
+
     return {
         "mode": None if mode is None else mode.name,
         "reason": reason,

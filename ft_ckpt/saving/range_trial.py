@@ -49,15 +49,18 @@ def try_ranges(folder: Path, ranks: Ranks) -> str:
             return str(store.folder)
 
         folder_name, error = try_action(make_files)
+
         # Every rank gets the value of rank 0: the folder that rank 0 has made.
         value = {"folder": folder_name}
         value_of_rank_0 = ranks.agree("the trial of byte ranges", value, error).result
         store = LocalStore(Path(value_of_rank_0["folder"]), syncs=False)
+
         # The ranks agree after each file, so that all of them begin the next one at the same time.
         for number in range(_FILES):
             failure = _try_on_all(partial(_write_pieces, store, number, ranks), ranks)
             if failure:
                 return failure
+
         return _try_on_all(partial(_compare_files, store, ranks), ranks)
 
 

@@ -225,6 +225,7 @@ def _own_regions(writes: FileWrites, ranks: Ranks, sources: SourceView) -> Itera
                 yield from _header_regions(file, end, start)
             end = start + spec.size_bytes
             yield from _tensor_regions(entry, cuts or (), ranks.rank, sources)
+
     if is_writer:
         yield from _header_regions(file, end, file.layout.size_bytes)
 
@@ -268,11 +269,13 @@ def _tensor_regions(
         chunk = chunk_of_rank(cut, rank)
         if chunk is not None:
             chunks.append(chunk)
+
     first = 0  # index in `flat` of the first element of the next chunk
     if chunks and not source.sharding.is_sharded:
         # This rank has the whole tensor, and its chunk may begin in the middle.
         first_start, _ = chunks[0]
         first = (first_start - cuts[0].start) // item_bytes
+
     for start, stop in chunks:
         count = (stop - start) // item_bytes
         yield from _cast_regions(start, entry, flat[first : first + count])

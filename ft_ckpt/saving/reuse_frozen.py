@@ -102,14 +102,17 @@ def link_candidates(
                     continue
                 if _link_candidate(checkpoint, record, planned, staging.store):
                     linked_records.append(record)
+
         if not linked_records:
             continue
+
         # One digest of the new tensors must serve for all candidates of a file. So all candidates
         # have the number of writers of the newest one.
         writer_count = linked_records[0].ranks
         digests = [record.digest for record in linked_records if record.ranks == writer_count]
         distinct = tuple(dict.fromkeys(digests))
         candidates_by_path[planned.file.path] = Candidates(writer_count, distinct)
+
     return candidates_by_path
 
 
@@ -218,12 +221,14 @@ def place_equal_files(
         if not is_linked:  # the candidate was the last link that the file system allows
             with closing(store.open(_candidate_name(digest))) as candidate:
                 copy_object(candidate, store, path)
+
         written = planned.by_one(0) if _is_whole_digest(digest) else planned
         size_bytes = written.file.layout.size_bytes
         etag = etag_of(store, path)
         records.append(
             FileRecord(path, size_bytes, digest, written.all_cuts, written.ranks, is_linked, etag)
         )
+
     names = [item.name for item in store.list_folder().objects]
     store.delete([name for name in names if name.startswith(_CANDIDATE_PREFIX)])
     return records

@@ -38,17 +38,22 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.waited_seconds = 0.0
+
         # Memory for the copies of the call, and for those of the thread.
         self._call_memory = _CopyMemory()
         self._thread_memory = _CopyMemory()
         self._copied: TensorsByKey = {}
+
         # Live tensors that are not copied yet.
         self._remaining: TensorsByKey = {}
+
         # For each accelerator, the moment after which its tensors may be read.
         self._ready: dict[torch.device, Moment] = {}
+
         # Set while no optimizer has to wait.
         self._done = Event()
         self._done.set()
+
         # By id of the optimizer: the optimizer, which keeps the id valid, and the hook's handle.
         self._hooks: dict[int, tuple[Any, Any]] = {}
 
@@ -156,6 +161,7 @@ class _CopyMemory:
                 self._memory = pinned_memory(needed, accelerators[0])
             else:
                 self._memory = self._memory.new_empty(needed)
+
         self._shapes = shapes
         self._tensors = []
         start = 0
@@ -163,6 +169,7 @@ class _CopyMemory:
             piece = self._memory[start : start + tensor.nbytes]
             self._tensors.append(piece.view(tensor.dtype).view(tensor.shape))
             start += _aligned_size(tensor.nbytes)
+
         return self._tensors
 
 
@@ -260,6 +267,7 @@ def plan_snapshot(
         is_late = source.engine in _CHANGED_BY_STEPS and id(parameter) in changed
         copies = late if is_late else now
         copies[key] = local
+
     size_bytes = copies_size([*now.values(), *late.values()])
     size_bytes += sum(source.size_bytes for source in incoming)
     return SnapshotPlan(now, late, gathers_by_writer, size_bytes)

@@ -36,6 +36,7 @@ def ensure_space(
     if config.when_full == "wait":
         _wait_for_space(folder, needed_bytes, full_count)
         return
+
     if full_count == 0:
         try:
             check_target(folder, needed_bytes)
@@ -44,12 +45,14 @@ def ensure_space(
                 raise
         else:
             return
+
     if make_room is not None and full_count < _MAX_FULL_COUNT:
         make_room(Place(target.beside))
     elif full_count:
         raise NoSpaceError(
             f"{target}: the disk was full {full_count} times; make room and save again"
         )
+
     check_target(folder, needed_bytes)
 
 

@@ -86,6 +86,7 @@ def open_stage(
         except BaseException:
             staging.discard()
             raise
+
         return StagedSave(staging, records, candidates, notes)
 
 
@@ -100,9 +101,11 @@ def _link_candidates(
     ranks, config = context.ranks, context.config
     if config.reuse_frozen == "off":
         return {}
+
     # The check for NaN and infinity reads every value, but a linked file is not read.
     if config.nonfinite == "raise":
         return {}
+
     # Ranks other than 0 do not have the values of a state dict, so they cannot digest them.
     if plan.request.state_dict is not None:
         return {}
@@ -110,6 +113,7 @@ def _link_candidates(
     for planned in reuse_frozen.frozen_files(plan.plans, ranks.size):
         if planned.file.path not in unmatched_paths:
             planned_files.append(planned)
+
     gathers = may_gather and config.each_rank_writes != "on"
     return reuse_frozen.link_candidates(planned_files, staging, ranks, gathers)
 

@@ -116,6 +116,7 @@ def write_tensors(
         _allocate_files(writes, store, ranks)
     total = writes.bytes_of(ranks.rank)
     tuning = saver_tuning(config)
+
     # The bar on rank 0's terminal counts the bytes that rank 0 writes. A save in the background
     # shows none.
     with track_bytes(total if ranks.shows else 0, f"saving {target.basename}") as advance:

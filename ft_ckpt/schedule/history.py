@@ -96,6 +96,7 @@ def begin_history(
         raise LoadError(
             f"history: {error}; the file was not written by ft_ckpt or was changed since"
         ) from error
+
     saves = log_from_json(kept.get("saves", []))
     was_routine = record.reason in ROUTINE
     history = replace(history, **vars(record), saves=saves)
@@ -142,6 +143,7 @@ def after_save(
     if metrics and every.best and is_improvement(every, history, metrics):
         name, _ = every.best
         best[name] = float(metrics[name])
+
     return replace(
         history,
         step=max(step, history.step),

@@ -33,6 +33,7 @@ def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "dal
             f"save time {save_seconds} s, time between failures {mtbf_seconds} s: both must be "
             "above 0"
         )
+
     if order not in ("daly", "young"):
         raise ConfigError(f"order={order!r}: expected daly or young")
     young = math.sqrt(2 * save_seconds * mtbf_seconds)
@@ -85,6 +86,7 @@ def parse_seconds(duration: float | timedelta | str) -> float:
             seconds = float(match[1]) * _UNITS[match[2]]
     elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
         seconds = float(duration)
+
     if seconds > 0:
         return seconds
     raise ConfigError(

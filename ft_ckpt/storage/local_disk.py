@@ -123,6 +123,7 @@ def move_files(paths: Iterable[str], source: Path, target: Path, *, replace: boo
                 source_handle = stack.enter_context(folder_handle(source, below))
             except (FileNotFoundError, NotADirectoryError):
                 continue
+
             present = [name for name in names if _is_in(source_handle, name)]
             if not present:
                 continue
@@ -130,6 +131,7 @@ def move_files(paths: Iterable[str], source: Path, target: Path, *, replace: boo
             for name in present:
                 if replace or not _is_in(target_handle, name):
                     move(name, name, src_dir_fd=source_handle, dst_dir_fd=target_handle)
+
             # After a power cut a file can be in both folders, but must not be missing in both.
             sync_open(source_handle)
             sync_open(target_handle)

@@ -70,14 +70,17 @@ def regular_descriptor(path: Path) -> int:
         if error.errno != errno.ENXIO:  # a socket
             raise
         raise CorruptError(f"{path}: not a regular file; move it away") from error
+
     try:
         is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
     except OSError:
         os.close(descriptor)
         raise
+
     if not is_regular:
         os.close(descriptor)
         raise CorruptError(f"{path}: not a regular file; move it away")
+
     return descriptor
 
 

@@ -117,6 +117,7 @@ def list_checkpoints(root: Place, *, links: bool = True) -> Listing:
         if links or not folder.is_link:
             stores.append(store.within(folder.name))
             identities.append(folder.identity)
+
     infos: dict[str, CheckpointInfo] = {}
     damaged: dict[Path | str, CheckpointError] = {}
     unreadable: dict[Path | str, CheckpointError] = {}
@@ -128,6 +129,7 @@ def list_checkpoints(root: Place, *, links: bool = True) -> Listing:
             unreadable[Place(store).location] = result
         elif result is not None:
             damaged[Place(store).location] = result
+
     return Listing(tuple(in_run_order(infos.values())), damaged, unreadable)
 
 

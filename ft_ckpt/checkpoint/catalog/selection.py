@@ -79,17 +79,21 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInf
             continue
         except CheckpointError as error:  # deleted or damaged since it was listed
             problems = (str(error),)
+
         if problems:
             if not unread:
                 text = f"{info.path}: not valid, using {instead}: {'; '.join(problems)}"
                 warn(text)
             continue
+
         if unread:
             raise UnreadableError(
                 f"{unread}; the newest readable checkpoint is {info.path}: "
                 "try again, or name that one"
             )
+
         return info
+
     if unread:
         raise UnreadableError(f"{unread}; no other checkpoint can be read: try again")
     return None

@@ -74,6 +74,7 @@ def checkpoint_problems(
             intact.append(file)
         else:
             yield problem
+
     for name in misleading_files(store, manifest):
         yield misleading_problem(name)
     intact_paths = {file.path for file in intact}
@@ -85,9 +86,11 @@ def checkpoint_problems(
         is_new = is_other_version(file, objects.get(file.path))
         if deep or _is_small(file) or is_new:
             compared.append(file)
+
     if left_out:
         left_out_keys = {file_key(store, name) for name in left_out}
         compared = [file for file in compared if file_key(store, file.path) not in left_out_keys]
+
     yield from digest_problems(store, distinct_files(store, compared))
 
 
@@ -172,6 +175,7 @@ def _size_problem(store: Store, file: FileRecord, stored: Stored | None) -> Prob
         return unread_problem(file.path, error)
     except CorruptError:
         return Problem(f"{file.path}: not a file")
+
     if size_bytes != file.size_bytes:
         return Problem(f"{file.path}: {size_problem(size_bytes, file.size_bytes)}")
     return None
@@ -203,6 +207,7 @@ def _header_problems(store: Store, file: str, tensors: list[TensorRecord]) -> It
     except CorruptError as error:
         yield Problem(f"{file}: not a readable safetensors file ({error})")
         return
+
     expected = {
         tensor.name: (tensor.dtype, tensor.shape, tensor.start, tensor.end) for tensor in tensors
     }
@@ -217,6 +222,7 @@ def _header_problems(store: Store, file: str, tensors: list[TensorRecord]) -> It
         if header[name] != expected[name]:
             before, now = _tensor_text(expected[name]), _tensor_text(header[name])
             changes.append(f"{name} is {now}, expected {before}")
+
     if changes:
         yield Problem(f"{file}: {listing(changes, ', ')}")
 
@@ -236,12 +242,14 @@ def _index_problems(store: Store, part: PartRecord, intact: set[str]) -> Iterato
     indexes = sorted(name for name in intact if pattern.fullmatch(name))
     files = {tensor.file for tensor in part.tensors}
     is_sharded = len(files) > 1 and all(file.endswith(".safetensors") for file in files)
+
     # a training state has one file for each rank, and its own reader
     if is_sharded and not indexes and part.kind != "state":
         yield Problem(
             f"{folder or './'}: {len(files)} shards without an index; readers of sharded "
             "weights need one"
         )
+
     for name in indexes:
         try:
             indexed = _indexed_files(store, name, folder)

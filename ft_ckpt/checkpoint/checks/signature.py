@@ -59,6 +59,7 @@ def make_signature(
             config.use_elliptic_key_signer(
                 private_key=Path(key), password=password and password.encode()
             )
+
     with temporary_store(prefix="ft_ckpt-sign-") as scratch:
         named = _named_folder(opened, scratch)
         with _explained(f"{named.name}: not signed", TargetError):
@@ -87,6 +88,7 @@ def signature_problems(
         signer = os.fspath(signed_by)
         with _explained(f"{signer}: not usable as a public key, {_EXPECTED}"):
             config.use_elliptic_key_verifier(public_key=Path(signer))
+
     problems = [f"{name}: not signed; move it away" for name in unlisted]
     try:
         bundle = read_text(origin, SIGNATURE_NAME, _LIMIT_BYTES)
@@ -95,6 +97,7 @@ def signature_problems(
         return (*problems, f"{SIGNATURE_NAME}: missing, {expected}")
     except CorruptError as error:
         return (*problems, f"{SIGNATURE_NAME}: cannot be read ({error})")
+
     with temporary_store(prefix="ft_ckpt-sign-") as scratch:
         scratch.write(SIGNATURE_NAME, bundle.encode())
         try:
@@ -104,6 +107,7 @@ def signature_problems(
             is_list = str(error).startswith("Signature mismatch")
             why = printable(str(error)) if is_list else shown(error)
             problems.append(f"{SIGNATURE_NAME}: not a signature of these files by {signer}: {why}")
+
     return tuple(problems)
 
 

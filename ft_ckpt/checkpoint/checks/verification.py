@@ -86,11 +86,13 @@ def verify(
             manifest = load_manifest(view)
         except NotACheckpointError:
             raise NotACheckpointError(why_no_checkpoint(place)) from None
+
         with damaged_input(place.location):
             current, notes = with_current_cards(view, manifest)
             problems = list(dict.fromkeys(checkpoint_problems(view, current, deep=deep)))
             if signed_by is not None:
                 problems += map(Problem, signature_problems(store, store, manifest, signed_by))
+
         # A concurrent save may have overwritten the checkpoint, so that a mixture of both was read:
         # read again.
         if problems and _version_or_none(store) != version:
@@ -181,12 +183,14 @@ def verify_foreign(place: Place) -> VerifyReport:
     else:
         store = place.folder
         names = [stored.name for stored in store.list()]
+
     weights = [name for name in names if name.endswith(".safetensors")]
     if not weights and not any(name.endswith(_INDEX) for name in names):
         problem = f"no {MANIFEST_NAME} and no safetensors files in it"
         if place.is_object:
             problem = "not a safetensors file, and no checkpoint lists it"
         raise LoadError(f"{place}: {problem}; `ft-ckpt show` reads other formats")
+
     tensors: dict[str, set[str]] = {}
     problems: list[str] = []
     size_bytes = 0
@@ -198,6 +202,7 @@ def verify_foreign(place: Place) -> VerifyReport:
         except CorruptError as error:  # noqa: PERF203 - of each file
             text = str(error)
             problems.append(text if text.startswith(f"{name}: ") else f"{name}: {text}")
+
     documents = [name for name in names if name.endswith(".json")]
     for name in documents:
         problems += _document_problems(store, name, tensors)
@@ -227,6 +232,7 @@ def _index_file_problems(
     if not isinstance(shard_of, dict):
         yield f"{index}: no weight_map in it"
         return
+
     folder = index.rpartition("/")[0]
     missing: list[str] = []
     tensors_in: dict[str, Collection[str]] = {}  # each shard whose header was read
@@ -236,12 +242,14 @@ def _index_file_problems(
             missing.append(shard)
         elif name in tensors:
             tensors_in[shard] = tensors[name]
+
     if missing:
         yield f"{index}: shards missing: {listing(missing, ', ')}"
     wrong = []
     for name, shard in shard_of.items():
         if name not in tensors_in.get(str(shard), shard_of):
             wrong.append(name)
+
     if wrong:
         yield f"{index}: not in the shards that it maps them to: {listing(sorted(wrong), ', ')}"
     unmapped: list[str] = []

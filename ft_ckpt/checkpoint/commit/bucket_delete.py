@@ -98,14 +98,17 @@ def recover_in_bucket(store: Store, listed: Listed, now: float) -> Removal | Non
     if committed and saving and clear_spent_mark(store):
         saving = None
         listed = {name: stored for name, stored in listed.items() if name != SAVING}
+
     dead_marks = _dead_marks(store, listed, now)
     if committed or saving:
         # pins, signatures and metrics outlive their process
         dead_marks = {name for name in dead_marks if not name.startswith((PIN, SIGNED, METRIC))}
+
     to_delete: set[str] = set()
     for name in dead_marks:
         if name.startswith(TOMBSTONE):
             to_delete |= manifest_files(store, name)
+
     unfinished: set[str] = set()
     is_dead = saving is not None and not committed and not may_live(store, saving, now)
     if is_dead and read_mark(store, SAVING).get("cleared"):
@@ -165,12 +168,14 @@ def _remove_files(
     put_mark(store, tombstone, files=[{"path": path} for path in sorted(to_delete)])
     listed = {stored.name: stored for stored in store.list()}
     why = _obstacles(store, listed, tombstone, read_version, guarded=change_manifest is not None)
+
     # If this took long, the tombstone may expire for other processes during the removal.
     if not why and time.monotonic() - started > STALE_SECONDS / 2:
         why = ("its store answers too slowly to delete anything safely",)
     if why:
         store.delete([tombstone])
         return Removal(store.url, why=why)
+
     if change_manifest is not None:
         change_manifest()
     marks = {name for name in listed if is_mark(name) and name != tombstone}

@@ -89,14 +89,17 @@ def check_target(target: Path, needed_bytes: int) -> None:
                 f"{present}: a file, expected a folder to save {target.name} in; "
                 "choose another path"
             )
+
         if not os.access(present, os.W_OK | os.X_OK):
             raise TargetError(
                 f"{present}: not writable by this process; change its permissions or choose "
                 "another path"
             )
+
         refuse_unfit(present)
         device = os.statvfs(present)
         free = device.f_bavail * device.f_frsize
+
     if free < needed_bytes:
         raise NoSpaceError(
             f"{target}: {free:,} bytes free on its device, expected at least {needed_bytes:,}; "
@@ -198,6 +201,7 @@ def _seal_and_place(stage: Path, target: Path, manifest: Manifest, max_mode: int
     except BaseException:
         recover_or_warn(stage, target)
         raise
+
     recover_or_warn(stage, target, manifest)
 
 
@@ -299,9 +303,11 @@ def _check_contents(stage: Path, manifest: Manifest) -> None:
             problems.append(f"{path.name}: a symbolic link in the stage")
         if path.is_symlink() or not path.is_dir():
             sizes[path.relative_to(stage).as_posix()] = path.lstat().st_size
+
     expected = {file.path: file.size_bytes for file in manifest.files}
     missing = expected.keys() - sizes.keys()
     problems += [f"{name}: not in the stage" for name in missing]
+
     # hidden files are ignored: network file systems create some of their own
     unlisted = [name for name in sizes.keys() - expected.keys() if not _is_hidden(name)]
     problems += [f"{name}: not in the manifest" for name in unlisted]
@@ -310,6 +316,7 @@ def _check_contents(stage: Path, manifest: Manifest) -> None:
         if stored != described:
             problem = f"{name}: {stored:,} bytes in the stage, {described:,} in the manifest"
             problems.append(problem)
+
     if problems:
         raise CorruptError(
             f"{listing(sorted(problems))}: the stage is not what the manifest describes; save again"

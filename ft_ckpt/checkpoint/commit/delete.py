@@ -129,6 +129,7 @@ def finish_deletion(path: Path) -> Removal:
         return Removal(path, why=why if _restore_manifest(path) else ())
     committed = (path / MANIFEST_NAME).exists()
     store = LocalStore(path)
+
     # the signature covers the old manifest
     to_delete = {SIGNATURE_NAME, *manifest_files(store, TOMBSTONE)}
     if committed:
@@ -211,11 +212,13 @@ def manifest_files(store: Store, name: str) -> frozenset[str]:
         raise CorruptError(
             f"{where}: not a manifest ({shown(error)}); delete the folder by hand"
         ) from error
+
     unsafe = sorted(path for path in paths if not is_inside(path))
     if unsafe:
         raise CorruptError(
             f"{where}: {listing(unsafe)}: outside of the folder; delete the folder by hand"
         )
+
     return paths
 
 

@@ -140,6 +140,7 @@ def put_manifest(store: Store, text: bytes) -> None:
             refusal = error
         else:
             return
+
         stored_text: bytes | None = None
         with suppress(CorruptError):
             stored_text = store.read(MANIFEST_NAME)
@@ -150,6 +151,7 @@ def put_manifest(store: Store, text: bytes) -> None:
                 f"{store.url}: another save committed to this name at the same time, so files may "
                 "be mixed; run `ft-ckpt verify`"
             )
+
     raise refusal
 
 
@@ -165,14 +167,17 @@ def _clear_folder(
             "use another name, or overwrite=True, which deletes the old checkpoint before the new "
             "one is complete"
         )
+
     if MANIFEST_NAME in names and guards:
         raise NameTakenError(
             f"{store.url}: the checkpoint is pinned or being read: {listing(guards)}"
         )
+
     files: set[str] = set()  # of checkpoints and dead saves
     for name in names:
         if name.startswith((MANIFEST_NAME, TOMBSTONE)):
             files |= manifest_files(store, name)
+
     if mark.cleared and MANIFEST_NAME not in names:
         files |= files_of_save(names)
     files &= names
@@ -182,6 +187,7 @@ def _clear_folder(
             f"{store.url}: {listing(foreign, ', ')}: files that belong to no checkpoint are in the "
             "way; move them, or use another name"
         )
+
     # declared first: without a manifest, the mark alone says that the files belong to saves
     mark.declare_clear()
     if MANIFEST_NAME in names:

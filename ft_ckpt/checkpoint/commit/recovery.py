@@ -125,12 +125,14 @@ def recover_stage(stage: Path, target: Path, manifest: Manifest | None = None) -
         only_old = local_disk.movable_pieces(old_folder, target, set())
         local_disk.remove_empty_folders(only_old, target)
         _delete_committed(old_folder)
+
     if is_folder(stage):
         local_disk.sync_path(stage.parent)
         _carry_foreign_files(stage, target, manifest)
         if lease_reasons(stage):
             return f"{stage.name}: kept, it is being read"
         _delete_committed(stage)
+
     return line
 
 
@@ -194,6 +196,7 @@ def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -
         raise
     except ManifestError:
         return
+
     listed = {MANIFEST_NAME, SIGNATURE_NAME, *old, *(file.path for file in manifest.files)}
     pieces = local_disk.movable_pieces(stage, target, listed)
     foreign = [path for path in pieces if not path.startswith(LEASE)]
@@ -213,6 +216,7 @@ def _find_leftovers(folder: Path, target: Path | None) -> list[_Leftover]:
             entry, parsed_name = folder / entry_name, parse_leftover(entry_name)
             if parsed_name is not None and is_folder(entry):
                 entries.append((entry, parsed_name))
+
     for entry, name in entries:
         save_target = folder / name.target if name.target else folder
         if target is not None and save_target != target:
@@ -222,6 +226,7 @@ def _find_leftovers(folder: Path, target: Path | None) -> list[_Leftover]:
         elif name.owner not in leftovers:
             stage = save_target.with_name(f".{save_target.name}.ft_ckpt-stage-{name.owner}")
             leftovers[name.owner] = _Leftover(stage, save_target, entry, name)
+
     return [leftovers[owner] for owner in sorted(leftovers)]
 
 

@@ -133,6 +133,7 @@ class BucketRun:
             folder, _, name = path.partition("/")
             if is_mark(name) and not folder.startswith("."):
                 marked.add(folder)
+
         listed = ListedStore(self.root, objects)
         steps: list[RemovalStep] = []
         for folder in sorted(marked):
@@ -140,6 +141,7 @@ class BucketRun:
             steps.append(
                 (store.url, partial(self._recover_folder, store, listed.within(folder).listed))
             )
+
         return steps
 
     def drop(self, location: Path | str) -> Removal:

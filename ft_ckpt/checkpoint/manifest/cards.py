@@ -25,6 +25,7 @@ def with_current_cards(
     for part in manifest.parts:
         if part.kind != "state":
             cards.add(PurePosixPath(part.path, CARD_NAME).as_posix())
+
     files: list[FileRecord] = []
     notes: list[str] = []
     for file in manifest.files:
@@ -32,17 +33,21 @@ def with_current_cards(
         if file.path not in cards or is_unchanged:
             files.append(file)
             continue
+
         try:
             current = read_record(store, file.path)
         except MissingError:
             notes.append(f"{file.path}: the model card was deleted after the save")
             continue
+
         if (current.size_bytes, current.digest) == (file.size_bytes, file.digest):
             files.append(file)
             continue
+
         stored = store.stat(file.path)
         files.append(replace(current, etag=None if stored is None else stored.etag))
         notes.append(f"{file.path}: the model card was changed after the save")
+
     if notes:
         manifest = replace(manifest, files=tuple(files))
     return manifest, tuple(notes)

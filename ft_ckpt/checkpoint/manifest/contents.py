@@ -86,6 +86,7 @@ def describe_contents(place: Place) -> Contents:
         )
         advice = did_you_mean([name], siblings) or "`ft-ckpt ls` lists the checkpoints of a run"
         return Contents("absent", "no such folder", advice)
+
     return _describe_folder(folder, listed, _MAX_FOLDERS)
 
 
@@ -129,6 +130,7 @@ def _describe_folder(store: Store, listed: FolderListing, max_folders: tuple[int
         for folder in reversed(newest_first[: max_folders[0]]):
             inner = store.within(folder.name)
             below[folder.name] = _describe_folder(inner, inner.list_folder(), max_folders[1:])
+
     return (
         _describe_run(below)
         or _describe_foreign(store, files)
@@ -155,6 +157,7 @@ def _describe_run(below: Mapping[str, Contents]) -> Contents | None:
         beside = f", and {listing([*foreign], ', ')} {_WITHOUT}" if foreign else ""
         text = f"the folder of a run, which holds {listing([*checkpoints], ', ')}{beside}"
         return Contents(RUN, text, "name one of them", checkpoints)
+
     if foreign:
         text = f"a Trainer's output_dir with {listing([*foreign], ', ')} {_WITHOUT}"
         return Contents(
@@ -163,6 +166,7 @@ def _describe_run(below: Mapping[str, Contents]) -> Contents | None:
             "`trainer.train(resume_from_checkpoint=True)` resumes them",
             foreign,
         )
+
     return None
 
 
@@ -174,13 +178,16 @@ def _describe_foreign(store: Store, files: set[str]) -> Contents | None:
     if ACCELERATE_MARKER in files:
         advice = "`saver.resume(path)` and `accelerator.load_state(path)` read it"
         return Contents("Accelerate", "a folder of Accelerate's save_state", advice)
+
     if "model_index.json" in files:
         cls = class_in(document_in(store, "model_index.json"), "a pipeline")
         advice = "`DiffusionPipeline.from_pretrained(path)` loads it"
         return Contents("diffusers pipeline", f"a pipeline of diffusers ({cls}) {_WITHOUT}", advice)
+
     if {"modules.json", "config_sentence_transformers.json"} <= files:
         text = f"a model of sentence-transformers {_WITHOUT}"
         return Contents("sentence-transformers", text, "`SentenceTransformer(path)` loads it")
+
     if "adapter_config.json" in files:
         return _describe_adapter(document_in(store, "adapter_config.json"))
     if "config.json" in files and weights:
@@ -188,11 +195,13 @@ def _describe_foreign(store: Store, files: set[str]) -> Contents | None:
     if any(name.startswith(DIFFUSERS_LORA_FILE) for name in weights):
         advice = "`pipeline.load_lora_weights(path)` loads them"
         return Contents("diffusers LoRA", f"LoRA weights of diffusers {_WITHOUT}", advice, weights)
+
     if _DCP_METADATA in files:
         kind = "torch.distributed.checkpoint"
         return Contents(
             kind, f"a folder of {kind}", "`ft-ckpt show` and `ft-ckpt convert` read its weights"
         )
+
     if any(_DEEPSPEED_FILES.fullmatch(name) for name in files):
         return Contents("DeepSpeed", "a checkpoint of DeepSpeed", _DEEPSPEED_ADVICE)
     if weights:
@@ -205,6 +214,7 @@ def _describe_foreign(store: Store, files: set[str]) -> Contents | None:
             "their tensors"
         )
         return Contents("weights", text, advice, weights)
+
     return None
 
 
@@ -243,12 +253,14 @@ def _describe_parent(below: Mapping[str, Contents]) -> Contents | None:
         return Contents(
             RUNS, f"a folder of runs: {listing([*runs], ', ')}", "name one of them", runs
         )
+
     states = tuple(
         name for name in _of_kind(below, "Accelerate") if _ACCELERATE_FOLDER.fullmatch(name)
     )
     if states:
         text = f"a project folder of Accelerate with {listing([*states], ', ')}"
         return Contents("Accelerate", text, "`saver.resume(path)` reads the newest", states)
+
     if _of_kind(below, "DeepSpeed"):
         return Contents("DeepSpeed", "a checkpoint of DeepSpeed", _DEEPSPEED_ADVICE)
     loadable = _of_kind(below, *_LOADABLE)
@@ -256,6 +268,7 @@ def _describe_parent(below: Mapping[str, Contents]) -> Contents | None:
         kinds = [f"{name} ({below[name].kind})" for name in loadable]
         text = f"no checkpoints of ft_ckpt in it, but {listing(kinds, ', ')}"
         return Contents("folder of models", text, "name one of them", loadable)
+
     return None
 
 

@@ -169,12 +169,14 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
         raise ManifestError(
             f"{source}: malformed manifest ({error}); the checkpoint is damaged, use an older one"
         ) from error
+
     problems = list(_manifest_problems(manifest))
     if problems:
         raise ManifestError(
             f"{source}: malformed manifest ({listing(problems)}); the checkpoint is damaged, use "
             "an older one"
         )
+
     return manifest
 
 
@@ -308,11 +310,13 @@ def _parse_document(text: str, source: str) -> dict[str, Any]:
             f"{source}: not an ft_ckpt manifest ({shown(error)}); the checkpoint is damaged, use "
             "an older one"
         ) from error
+
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ManifestError(
             f"{source}: manifest format {version!r}, this ft_ckpt reads up to {FORMAT_VERSION}; "
             "upgrade ft_ckpt"
         )
+
     return dict(document)
 
 
@@ -332,6 +336,7 @@ def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
                 'use an older checkpoint, or delete the line "digest" if you changed it yourself'
             )
         return
+
     unknown = sorted(document.keys() - {field.name for field in fields(Manifest)})
     if unknown:
         raise ManifestError(
@@ -346,6 +351,7 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
     for path, count in counts.items():
         if count > 1:
             yield f"{path!r}: listed more than once"
+
     for file in manifest.files:
         if file.ranks > _MAX_WRITERS:
             yield f"{file.path!r}: written by {file.ranks} ranks, expected at most {_MAX_WRITERS}"
@@ -353,6 +359,7 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
             yield f"{file.path!r}: sha256 {short_repr(file.sha256)}, expected 64 hex digits"
         elif not _are_valid_cuts(file):
             yield f"{file.path!r}: cuts that are not in order, inside of the file and of its ranks"
+
     if manifest.delta and not _is_delta_record(manifest.delta):
         yield f"delta: {dict(manifest.delta)}, expected the name of its base and two digests"
     for part in manifest.parts:

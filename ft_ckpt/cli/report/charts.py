@@ -103,11 +103,13 @@ def thinned(marks: Sequence[Mark]) -> list[Mark]:
     for mark in marks:
         number = min(interval_count - 1, int((mark.x - marks[0].x) / width))
         groups.setdefault(number, []).append(mark)
+
     drawn: list[Mark] = []
     for group in groups.values():
         finite = sorted((mark for mark in group if is_drawable(mark.y)), key=lambda mark: mark.y)
         extremes = {id(mark) for mark in (group[0], group[-1], *finite[:1], *finite[-1:])}
         drawn += [mark for mark in group if id(mark) in extremes or _is_always_drawn(mark)]
+
     return drawn
 
 
@@ -135,6 +137,7 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "", note: st
             y = _height_at(mark, y_axis)
             body.append(_mark_at(mark, x_axis.position_of(mark.x), y, is_small))
         body.append("</g>")
+
     mark_count = sum(len(line.marks) for line in series)
     notes = [note] if note else []
     if y_axis.is_log:
@@ -142,6 +145,7 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "", note: st
     if len(marks) < mark_count:
         drawn_count = f"{len(marks)} of {mark_count} points"
         notes.append(f"{drawn_count}, with the lowest and highest of each interval")
+
     legend = _legend([line.label for line in series]) if len(series) > 1 else ""
     return _figure(title, "; ".join(notes), _PLOT_HEIGHT, body, legend)
 
@@ -158,6 +162,7 @@ def _curve(marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> str:
         y = _height_at(mark, y_axis)
         commands.append(f"{command}{x:.1f} {y:.1f}")
         command = "L"  # draws a line to the next point
+
     if not commands:
         return ""
     box = f'viewBox="0 0 {_CURVE_WIDTH} {_PLOT_HEIGHT}" preserveAspectRatio="none"'
@@ -213,6 +218,7 @@ def column_chart(title: str, labels: Sequence[str], columns: Sequence[Column], *
             body.append(f'<rect class="filled series-{segment}" {horizontal} {vertical}/>')
             base += size
         body.append("</g>")
+
     ticks = _column_ticks([column.label for column in columns], max_ticks=6)
     body.append(_x_ticks(ticks))
     return _figure(title, "", _PLOT_HEIGHT, body, _legend(labels))
@@ -264,6 +270,7 @@ def shade_chart(
             x = f'x="{column * width:.3f}%" width="{width:.3f}%"'
             box = f'{x} y="{y}" height="{_SHADE_ROW_HEIGHT - 2}"'
             body.append(f"<rect {_shade_look(value, axis)} {box}><title>{text}</title></rect>")
+
     body.append(_x_ticks(_column_ticks(columns, max_ticks=5), height))
     notes = [note] if note else []
     if axis.is_log:

@@ -33,6 +33,7 @@ def _checkpoint_table(facts: RunFacts) -> Table:
         cells += [_metric_cell(checkpoint, metric) for metric in metrics]
         cells.append(_fate_cell(checkpoint))
         rows.append(tuple(cells))
+
     columns = [("checkpoint", ""), ("step", "number"), ("saved, UTC", "date")]
     columns.append((f"size, {unit}", "number"))
     if is_sharing:
@@ -75,6 +76,7 @@ def sizes_section(facts: RunFacts) -> Iterable[str]:
         has_own_step = checkpoint.step is not None and not checkpoint.is_export
         label = str(checkpoint.step) if has_own_step else checkpoint.name
         columns.append(Column(label, title, tuple(size / scale for size in sizes)))
+
     yield '<h2 id="sizes">Size on the disk</h2><div class="charts">'
     yield column_chart("By checkpoint", labels, columns, unit=f" {unit}")
     yield "</div>"

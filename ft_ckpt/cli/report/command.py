@@ -52,6 +52,7 @@ def _report(options: Namespace) -> None:
     if options.as_json:
         output.print_json({**vars(facts), "disk_bytes": facts.disk_bytes})
         return
+
     # The page must not be readable by more users than any of the checkpoints.
     page = Place(LocalStore(target.parent), target.name)
     modes = [info.place.mode_at(page) for info in infos]

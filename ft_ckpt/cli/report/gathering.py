@@ -40,6 +40,7 @@ def gather_facts(run: Place, metrics: Sequence[str], *, comparisons: int) -> Run
         saves = log_from_json(history.get("saves", ()))
         rules = keep_from_record(document.get("keep")) if document else None
         training = _training_of(document)
+
     run_ids: set[str] | None = None
     if document:
         run_ids = {document["run_id"], *document.get("ancestors", ())}
@@ -101,6 +102,7 @@ def _training_of(document: Mapping[str, Any]) -> Training:
             versions[name.removeprefix(_VERSION_PREFIX)] = str(value)
         elif name not in _NO_SETTINGS:
             settings[name] = str(value)
+
     history = document.get("history") or {}
     seconds = history.get("run_seconds")
     failures = history.get("failures")
@@ -212,6 +214,7 @@ def _kept_checkpoints(
             if key not in seen:
                 own_bytes += file.size_bytes
                 seen.add(key)
+
         yield KeptCheckpoint(
             name=info.name,
             step=info.manifest.step,

@@ -17,6 +17,7 @@ def metrics_section(facts: RunFacts) -> Iterable[str]:
     if len(names) > _MAX_METRIC_CHARTS:
         more = count_text(len(names) - _MAX_METRIC_CHARTS, "more metric")
         yield f'<p class="muted">{more}: <code>ft-ckpt ls --metrics</code></p>'
+
     marks = [("mark", "checkpoint exists"), ("mark hollow", "checkpoint deleted")]
     if facts.rankings:
         marks.append(("ring", "best checkpoint"))
@@ -40,6 +41,7 @@ def _metric_chart(facts: RunFacts, name: str) -> str:
             marks.append(Mark(step, value, f"{title}, {checkpoint.name}, the best", is_ringed=True))
         else:
             marks.append(Mark(step, value, f"{title}, {checkpoint.name}"))
+
     notes = {"min": "lower is better", "max": "higher is better"}
     note = notes.get(facts.rankings.get(name, ""), "")
     return line_chart(name, [Series(name, tuple(marks))], note=note)

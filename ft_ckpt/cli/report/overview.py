@@ -66,10 +66,12 @@ def _run_facts(facts: RunFacts) -> dict[str, str]:
     if training.ranks is not None:
         texts["ranks"] = f"{training.ranks:,}"
         texts["wrapper"] = "none" if training.wrapper in ("", "plain") else training.wrapper
+
     progress = training.progress
     if progress:
         samples = count_text(progress["samples"], "sample")
         texts["progress"] = f"step {progress['step']:,}, epoch {progress['epoch']:,}, {samples}"
+
     texts.update(_time_facts(facts))
     settings = [
         f"{name} {value}"
@@ -81,6 +83,7 @@ def _run_facts(facts: RunFacts) -> dict[str, str]:
     if training.versions:
         versions = (f"{name} {version}" for name, version in training.versions.items())
         texts["versions"] = ", ".join(versions)
+
     return texts
 
 
@@ -95,6 +98,7 @@ def _model_facts(facts: RunFacts) -> dict[str, str]:
         texts[f"{kind} {model.name}".strip()] = _model_text(model)
         if model.base is not None:
             texts[f"base of {model.name}" if model.name else "base"] = model.base
+
     parameters = facts.training.settings.get(_PARAMETERS_WITH_BASE, "")
     if has_adapters and parameters.isdecimal():
         texts["parameters with the base"] = f"{int(parameters):,}"
@@ -108,6 +112,7 @@ def _time_facts(facts: RunFacts) -> dict[str, str]:
         restarts = count_text(facts.training.failures or 0, "restart")
         duration = f"{human_time(run_seconds)}, {restarts} after a failure"
         texts["training time until the newest save"] = duration
+
     timed_saves = [save for save in facts.saves if save.stall_seconds is not None]
     if timed_saves:
         saves = count_text(len(timed_saves), "save")
@@ -115,6 +120,7 @@ def _time_facts(facts: RunFacts) -> dict[str, str]:
         if run_seconds:
             waited += f" ({facts.waited_seconds / run_seconds:.2%} of the training time)"
         texts["training waited"] = waited
+
     return texts
 
 

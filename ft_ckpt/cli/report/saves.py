@@ -29,6 +29,7 @@ def saves_section(facts: RunFacts) -> Iterable[str]:
     if drawn:
         chart = line_chart("Time of each save", drawn, unit=" s")
         yield f'<div class="charts">{chart}</div>'
+
     table = _saves_table(facts)
     is_open = " open" if len(table.rows) <= MAX_ROWS else ""
     yield f"<details{is_open}><summary>All saves</summary>"
@@ -54,6 +55,7 @@ def _saves_table(facts: RunFacts) -> Table:
             escaped(name),
         )
         rows.append(cells)
+
     columns = (
         ("save", ""),
         ("reason", ""),

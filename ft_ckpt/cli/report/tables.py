@@ -39,6 +39,7 @@ def _rows_text(table: Table, rows: Sequence[Sequence[str]], label: str) -> str:
     for head, look in table.columns:
         column = f'scope="col" role="columnheader" class="{look}"'
         lines.append(f"<th {column}>{escaped(head)}</th>")
+
     lines.append('</tr></thead><tbody role="rowgroup">')
     for name, *cells in rows:
         lines.append(f'<tr role="row"><th scope="row" role="rowheader">{name}</th>')
@@ -47,5 +48,6 @@ def _rows_text(table: Table, rows: Sequence[Sequence[str]], label: str) -> str:
                 look += " empty"
             lines.append(f'<td role="cell" class="{look}" data-label="{escaped(head)}">{cell}</td>')
         lines.append("</tr>")
+
     lines.append("</tbody></table></div>")
     return "".join(lines)

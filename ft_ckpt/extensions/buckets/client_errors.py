@@ -100,6 +100,7 @@ def client_reason(error: BaseException) -> str:
         first_line = text.split("\n", 1)[0]
         first_line = re.sub(r".* - (?=HTTP error|Received)", "", first_line)
         return f"{type(error).__name__}: {without_secrets(first_line)[:300]}"
+
     reason = status[1].strip()
     code = re.search(r"<Code>(.*?)</Code>", text)
     if code is not None:

@@ -126,11 +126,13 @@ class ObjectStore(RemoteStore):
                 raise
             # A request for a range of an empty object is an error.
             return RemoteObject(self, name, 0, stored.version)
+
         stored = self._stored(metadata)
         if len(first_bytes) != min(_FIRST_BYTES, stored.size_bytes):
             raise CorruptError(
                 f"{self.where(name)}: {len(first_bytes)} of its first bytes came; read it again"
             )
+
         return RemoteObject(self, name, stored.size_bytes, stored.version, first_bytes)
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:

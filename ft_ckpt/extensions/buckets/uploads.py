@@ -66,6 +66,7 @@ class MultipartUpload:
             raise IncompleteError(
                 f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}"
             )
+
         if not len(memory):
             return
         with self._change:
@@ -83,6 +84,7 @@ class MultipartUpload:
             raise IncompleteError(
                 f"{self.name}: {self._arrived} of {self.size_bytes} bytes arrived; nothing is kept"
             )
+
         self._end()
         self._raise_failure()
         stored = self.store.stat(self.name)
@@ -91,6 +93,7 @@ class MultipartUpload:
                 f"{self.store.where(self.name)}: differs from what was uploaded: incomplete, or "
                 "overwritten by another process; save again"
             )
+
         return stored
 
     def abandon(self) -> None:

@@ -46,12 +46,14 @@ def describe_state(inner: Any, partitions: list[Partition]) -> dict[str, dict[st
                 if entry is None:
                     problems.append(f"{slot.owner.name}: {key}: {_kind_of(value)}")
                 state.setdefault(slot.owner.name, {})[key] = entry
+
     if problems:
         raise SelectionError(
             f"{type(inner).__name__}: {listing(problems)}: cannot be saved, so a run could not be "
             "resumed exactly; use an optimizer whose state is numbers and tensors like the "
             "parameters, or save without its state"
         )
+
     return state
 
 
@@ -115,6 +117,7 @@ def state_sources(
                 sources[f"{name}/{key}"] = _run_source(slot, key, buffer)
             else:
                 sources[f"{name}/{key}"] = _whole_source(slot, key, buffer)
+
     return sources, missing
 
 
@@ -159,9 +162,11 @@ def restore_partition_state(
         entries = stored.get(slot.owner.name)
         if entries:
             entries_of_slots[slot] = entries
+
     if not entries_of_slots:
         inner.state.pop(partition.master, None)
         return
+
     if not inner.state.get(partition.master):
         _init_inner_state(inner, partition)
     state = inner.state[partition.master]
@@ -192,6 +197,7 @@ def _refuse_other_state(
             f"{slot.owner.name}: {', '.join(sorted(entries))} in the checkpoint, "
             f"{', '.join(sorted(state))} in this run"
         )
+
     if problems:
         raise LoadError(
             f"{listing(problems)}; resume with the optimizer class and options of the saved run"
@@ -217,6 +223,7 @@ def _init_inner_state(inner: Any, partition: Partition) -> None:
     finally:
         master.grad = gradient
         inner.param_groups = groups
+
     master.data.copy_(weights)
 
 

@@ -220,6 +220,7 @@ def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
         masters = optimizer.single_partition_of_fp32_groups
         trained_groups = optimizer.bit16_groups
         groups_in_memory = optimizer.round_robin_bit16_groups
+
     for number, master in enumerate(masters):
         in_memory = groups_in_memory[number]
         ends = [0, *accumulate(parameter.numel() for parameter in in_memory)]

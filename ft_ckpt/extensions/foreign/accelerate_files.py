@@ -81,12 +81,14 @@ def weight_problems(path: Path, models: Sequence[nn.Module]) -> Iterator[str]:
                 shapes[_bare_name(name)] = spec.shape
             for alias, name in file.ties.items():
                 shapes[_bare_name(alias)] = file.specs[name].shape
+
         tied = {id(live[name]) for name in shapes if name in live}
         for name, shape in shapes.items():
             if name not in live:
                 yield f"{file_name}: {name}: not in the model"
             elif shape != tuple(live[name].shape):
                 yield f"{file_name}: {name}: {list(shape)}, {list(live[name].shape)} in the model"
+
         for name, value in live.items():
             if name not in shapes and id(value) not in tied:
                 yield f"{file_name}: {name}: not in the file, and the model has it"
@@ -101,6 +103,7 @@ def optimizer_problems(path: Path, accelerator: Any) -> Iterator[str]:
     for model in accelerator._models:
         for name, parameter in model.named_parameters():
             names[id(parameter)] = name
+
     for number, optimizer in enumerate(accelerator._optimizers):
         file_name = numbered("optimizer", number, ".bin")
         state = read_values(path, file_name)
@@ -129,26 +132,31 @@ def _group_problems(
             f"{listing(live_counts, ', ')} here"
         )
         return
+
     for number, (group, live) in enumerate(zip(groups, live_groups, strict=True)):
         live_names = [
             names.get(id(parameter), "a parameter of no prepared model")
             for parameter in live["params"]
         ]
+
         # The folder has names only if the optimizer was made of named parameters.
         saved_names = group.get("param_names", live_names)
         for saved_name, live_name in zip(saved_names, live_names, strict=True):
             if _bare_name(saved_name) != _bare_name(live_name):
                 yield f"group {number}: {saved_name} in the folder, {live_name} here"
+
         for index, parameter, name in zip(group["params"], live["params"], live_names, strict=True):
             problem = _shape_problem(state["state"].get(index, {}), parameter)
             if problem is not None:
                 yield f"{name}: {problem}"
+
         if "param_names" in group or _has_settings(group, live):
             continue
         alike = []
         for other_number, other in enumerate(live_groups):
             if _has_settings(group, other):
                 alike.append(str(other_number))
+
         if alike:
             yield (
                 f"group {number} has the settings of group {listing(alike, ', ')} here: "

@@ -71,6 +71,7 @@ def find_accelerate_folder(path: Path) -> Path | None:
                 by_number[int(match[1])] = folder.name
         if by_number:
             return place.folder / by_number[max(by_number)]
+
     return None
 
 
@@ -94,6 +95,7 @@ class AccelerateFolder:
             accelerator.load_state(str(self.path))
         except Exception as error:
             raise LoadError(f"{self.path}: accelerator.load_state failed: {error}") from error
+
         for model in run.objects.models().values():
             restore_gradients(model, {})
         run.feeds = self.positions
@@ -107,6 +109,7 @@ class AccelerateFolder:
         ]
         if self.positions.state_dicts():
             outcomes.append(Restored("data", "restored", "by accelerator.load_state"))
+
         # Accelerate only logs what it cannot restore
         problems = restore_generators(self.generators)
         outcomes.append(Restored("rng", "failed" if problems else "restored", listing(problems)))
@@ -125,6 +128,7 @@ def read_accelerate_folder(path: Path, run: TrainingRun, ranks: Ranks) -> Accele
             f"{path}: a folder of Accelerate's save_state, which only Accelerate reads; pass the "
             "Accelerator that prepared the objects: CheckpointSaver(accelerator, ...)"
         )
+
     refusal = _why_refused(path, accelerator, ranks)
     if refusal is not None:
         raise LoadError(f"{path}: {refusal}")
@@ -136,10 +140,12 @@ def read_accelerate_folder(path: Path, run: TrainingRun, ranks: Ranks) -> Accele
             read_values(path, numbered("scheduler", number, ".bin"))
         if accelerator.scaler is not None:
             read_values(path, "scaler.pt")
+
     if problems:
         raise LoadError(
             f"{path}: {listing(problems)}; prepare the objects as the saved run did, or {_BY_HAND}"
         )
+
     name = f"random_states_{ranks.rank}.pkl"
     states = read_values(path, name)
     if not isinstance(states, dict) or type(states.get("step", 0)) is not int:
@@ -153,6 +159,7 @@ def read_accelerate_folder(path: Path, run: TrainingRun, ranks: Ranks) -> Accele
     if batches:
         detail = f"saved {batches} batches after a step, whose gradients are not in the folder"
         outcomes.append(Restored("gradients", "absent", detail))
+
     positions, problem = _positions_of(path, accelerator._dataloaders, ranks)
     if problem is not None:
         outcomes.append(problem)
@@ -167,6 +174,7 @@ def _why_refused(path: Path, accelerator: Any, ranks: Ranks) -> str | None:
         return (
             f"{listing(pickled, ', ')}: Accelerate executes what such a file contains; {_BY_HAND}"
         )
+
     sharded = [
         name for name in names if _SHARDED.fullmatch(name) and not OF_OBJECTS.fullmatch(name)
     ]
@@ -176,24 +184,28 @@ def _why_refused(path: Path, accelerator: Any, ranks: Ranks) -> str | None:
             f"or pytorch_model.bin; {_BY_HAND}, on as many ranks as saved it. The weights of FSDP "
             "alone are read by `ft-ckpt convert`"
         )
+
     engine = accelerator.distributed_type.value
     if engine in _OTHER_LOADERS:
         return (
             f"Accelerate reads it by pickles under {engine}, expected a plain model or DDP; "
             f"{_BY_HAND}"
         )
+
     if accelerator._custom_objects:
         return (
             f"has no states for the {len(accelerator._custom_objects)} objects of "
             "register_for_checkpointing, expected custom_checkpoint_0.pkl; pass them to "
             "saver.register instead"
         )
+
     of_further_rank = f"random_states_{ranks.size}.pkl"
     if of_further_rank in names:
         return (
             f"{of_further_rank}: more ranks have saved it than the {ranks.size} here; resume "
             "on as many"
         )
+
     return None
 
 
@@ -260,6 +272,7 @@ def _steps_done(accelerator: Any) -> tuple[int, str]:
     for optimizer in accelerator._optimizers:
         states = unwrap_optimizer(optimizer).state.values()
         counts += [int(state["step"]) for state in states if "step" in state]
+
     if counts:
         return max(counts), f"step {max(counts)}: as the optimizer counts its own"
     scheduler = next(iter(accelerator._schedulers), None)
@@ -269,6 +282,7 @@ def _steps_done(accelerator: Any) -> tuple[int, str]:
             "saver.step(step=...) sets it"
         )
         return 0, note
+
     calls = scheduler.scheduler.last_epoch
     calls_each_step = 1 if scheduler.split_batches else accelerator.num_processes
     steps = calls // calls_each_step

@@ -107,6 +107,7 @@ class DcpFile(TensorFile):
                 whole = torch.empty(spec.shape, dtype=part.dtype, device="cpu")
             pairs = zip(box.offsets, box.sizes, strict=True)
             whole[tuple(slice(low, low + size) for low, size in pairs)].copy_(part)
+
         if whole is None:  # a tensor without elements has no boxes
             return torch.empty(0, dtype=dtype_of(spec.dtype), device="cpu")
         return whole.view(-1)
@@ -161,7 +162,9 @@ def open_dcp(place: Place) -> DcpFile:
             state = _state_of(entry, "TensorStorageMetadata")
             specs[name] = _tensor_spec(name, state)
             boxes[name] = _stored_boxes(name, state["chunks"], infos)
+
         _check_boxes(place, specs, boxes)
+
     return DcpFile(store, specs, boxes, skipped)
 
 
@@ -233,6 +236,7 @@ def _check_boxes(
                 wrong.append(f"{name}: {box.path} is missing")
         if not _fill_tensor(boxes[name], spec):
             wrong.append(f"{name}: its stored parts do not fill {list(spec.shape)}")
+
     if wrong:
         raise CorruptError(
             f"{place.basename}: {listing(wrong)}; every rank must have saved to this folder"

@@ -139,6 +139,7 @@ class _Parser:
         for low, high, kind in _RANGES:
             if low <= first <= high:
                 return kind, first - low
+
         if first < 0x80 or first >= 0xE0:
             return "value", first if first < 0x80 else first - 256
         if first in _PLAIN:
@@ -147,6 +148,7 @@ class _Parser:
             layout = _NUMBERS[first]
             (number,) = struct.unpack(layout, self._take(struct.calcsize(layout)))
             return "value", number
+
         if first in _FIXED_EXTENSIONS:
             return "extension", _FIXED_EXTENSIONS[first]
         if first not in _SIZED:
@@ -157,6 +159,7 @@ class _Parser:
             raise CorruptError(
                 f"a {kind} of {size:,} at byte {self.at}, the file has {self.raw.size_bytes:,}"
             )
+
         return kind, size
 
     def _read_plain(self, kind: str, size: Any) -> Any:
@@ -204,6 +207,7 @@ class _Parser:
             node = self._read_array(name)
         else:
             raise CorruptError(f"{name}: extension type {kind}, which flax does not write")
+
         if self.at != end:
             raise CorruptError(f"{name}: ends at byte {self.at}, expected {end}")
         return node
@@ -220,10 +224,12 @@ class _Parser:
                 f"{name}: {size:,} bytes for {dtype!r:.40} {shape}, expected a "
                 "type of torch and its size"
             )
+
         if self.at + size > self.raw.size_bytes:
             raise CorruptError(
                 f"{name}: bytes {self.at} to {self.at + size}, the file has {self.raw.size_bytes}"
             )
+
         node = self._add_row(name, dtype, shape, self.at)
         self.at += size
         return node
@@ -250,6 +256,7 @@ class _Parser:
             dtype, piece_shape, start, _, number = self.rows.pop(piece)
             dtypes.add(dtype)
             spans[number] = _Span(start, math.prod(piece_shape))
+
         count = sum(span.count for span in spans.values())
         are_all = sorted(order) == list(range(len(spans)))
         if not are_all or len(dtypes) != 1 or count != math.prod(shape):

@@ -86,6 +86,7 @@ def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
             f"{file.name}: no {_WEIGHTS!r} in it, expected a checkpoint of "
             "Lightning; use torch.load"
         )
+
     kinds = {leaf.kind for _, leaf in named_leaves(weights) if is_stand_in(leaf)}
     refused = sorted(kind for kind in kinds if not is_harmless(kind))
     if refused:
@@ -93,6 +94,7 @@ def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
             f"{file.name}: {_WEIGHTS} refers to {listing(refused, ', ')}; expected tensors and "
             "plain data. Nothing of it was run"
         )
+
     whole: dict[str, Any] = value
     return whole
 
@@ -111,12 +113,14 @@ def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
                 tensor_count += 1
             else:
                 value_count += 1
+
         counts = []
         if tensor_count:
             counts.append(f"{tensor_count} tensors")
         if value_count:
             counts.append(f"{value_count} values")
         summaries.append(f"{key}: {' and '.join(counts) or 'nothing'}")
+
     return objects + summaries
 
 
@@ -143,11 +147,13 @@ def _module_weights(folder: TensorFile) -> TensorView:
             names[name] = stored_name
         else:
             skipped_counts[key] += 1
+
     if not names:
         raise LoadError(
             f"{_META}: no weights of Lightning in its folder, expected "
             f"{' or '.join(_SHARDED_WEIGHTS)}.* tensors"
         )
+
     skipped = [f"{key}: {count} tensors" for key, count in skipped_counts.items()]
     skipped += [*folder.skipped, f"{_META}: the state of the training"]
     return TensorView.of_file(folder, names, skipped=skipped)
@@ -171,11 +177,13 @@ class _ValueBuilder:
             for key, item in value.items():
                 items[self.build(key, path)] = self.build(item, f"{path}.{key}".lstrip("."))
             return OrderedDict(items) if isinstance(value, OrderedDict) else items
+
         if type(value) in (list, tuple):
             built = []
             for number, item in enumerate(value):
                 built.append(self.build(item, f"{path}.{number}".lstrip(".")))
             return type(value)(built)
+
         return value
 
     def _tensor_on_device(self, tensor: torch.Tensor) -> torch.Tensor:

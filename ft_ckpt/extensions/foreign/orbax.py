@@ -84,6 +84,7 @@ class OrbaxFile(TensorFile):
             raise CorruptError(
                 f"{self.source}: {name} cannot be read ({shown(error)}); use another copy"
             ) from error
+
         tensor = torch.from_numpy(values.view(np.uint8).copy()).view(dtype)
         return tensor[start - first * row : stop - first * row]
 
@@ -119,6 +120,7 @@ def open_orbax(place: Place) -> OrbaxFile:
         folder = stack.enter_context(local_folder(place))  # tensorstore needs a path
         driver = "zarr3" if document.get("use_zarr3") else "zarr"
         is_one_store = store.stat(_STORE) is not None
+
         # Without this setting orbax stores no chunks of zeros.
         has_all_chunks = bool(document.get("store_array_data_equal_to_fill_value"))
         futures = {}
@@ -129,10 +131,12 @@ def open_orbax(place: Place) -> OrbaxFile:
                 "kvstore": _array_place(folder, name, is_one_store),
             }
             futures[name] = tensorstore.open(spec, read=True)
+
         arrays = {name: future.result() for name, future in futures.items()}
         skipped += _check_chunks(arrays, shapes, has_all_chunks)
         opened = OrbaxFile(place.basename, arrays, skipped)
         opened.folder = stack.pop_all()
+
     return opened
 
 
@@ -182,9 +186,11 @@ def _check_chunks(
                 f"{name}: {count - stored} of {count} chunks not stored, as if "
                 "zeros, which are read"
             )
+
         written_shape = written_shapes[name]
         if written_shape is not None and not _divides(written_shape, shape):
             wrong.append(f"{name}: of shape {list(shape)}, written in parts of {written_shape}")
+
     if wrong:
         raise CorruptError(f"{listing(wrong)}; use another copy")
     return missing

@@ -100,6 +100,7 @@ class TensorFlowFile(TensorFile):
         above, _, last = prefix.name.rpartition("/")
         folder = Place(prefix.store, above)
         check_prefix_inside(prefix.store, prefix.name)
+
         # TensorFlow needs a path
         copied = local_folder(folder, lambda name: name.startswith(f"{last}."))
         self.prefix = str(self.folder.enter_context(copied) / last)
@@ -110,6 +111,7 @@ class TensorFlowFile(TensorFile):
             raise CorruptError(
                 f"{self.source}: TensorFlow cannot read it ({error}); use another copy"
             ) from error
+
         self.specs: dict[str, Spec] = {}
         self.skipped: list[str] = []
         self._whole = _NOTHING  # the last tensor that was read as a whole
@@ -135,6 +137,7 @@ class TensorFlowFile(TensorFile):
                 self._whole = _NOTHING  # frees the last tensor before the next one is read
                 self._whole = (name, self._restore_tensor(spec, ""))
             return self._whole[1][start:stop]
+
         row = math.prod(spec.shape[1:])
         first = start // row
         last = ceil_div(stop, row)
@@ -158,6 +161,7 @@ class TensorFlowFile(TensorFile):
             raise CorruptError(
                 f"{self.source}: {spec.name} cannot be read ({error}); use another copy"
             ) from error
+
         data = restored.numpy().copy().reshape(-1)  # TensorFlow's array is read-only
         return torch.from_numpy(data.view("uint8")).view(dtype_of(spec.dtype))
 
@@ -172,6 +176,7 @@ def _open_sharded(store: Store, prefixes: Mapping[str, str]) -> TensorView:
         raise CorruptError(
             f"{SHARDS}: {listing(sorted(set(outside)), ', ')}: out of the folder; use another copy"
         )
+
     files: dict[str, TensorFlowFile] = {}
     for prefix in dict.fromkeys(prefixes.values()):
         files[prefix] = TensorFlowFile(Place(store, prefix))
@@ -180,6 +185,7 @@ def _open_sharded(store: Store, prefixes: Mapping[str, str]) -> TensorView:
         raise CorruptError(
             f"{SHARDS}: {listing(missing, ', ')}: in no shard; the folder is incomplete"
         )
+
     sources = {name: StoredTensor(files[prefix], name) for name, prefix in prefixes.items()}
     return TensorView(files.values(), sources)
 
@@ -197,17 +203,20 @@ def open_tensorflow(place: Place) -> TensorFile:
         with damaged_input(f"{place}: {SHARDS}"):
             table = json.loads(read_text(place.folder, SHARDS))
             return _open_sharded(place.folder, table["weight_map"])
+
     prefixes = bundle_prefixes(place)
     if not prefixes:
         raise CorruptError(
             f"{place}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's"
         )
+
     if len(prefixes) > 1:
         names = listing([prefix.basename for prefix in prefixes], ", ")
         raise LoadError(
             f"{place}: holds {names}, and no file {STATE!r} or {SHARDS} that "
             "says which to read; name one"
         )
+
     return TensorFlowFile(prefixes[0])
 
 
@@ -286,6 +295,7 @@ def _write_parts(
                 tensors=arrays,
             )
         del arrays  # before those of the next shard are read
+
     with tf.device("CPU:0"):
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=prefixes,

@@ -96,6 +96,7 @@ class CerebrasReader:
             raise CorruptError(
                 f"not a whole Cerebras checkpoint: {shown(error)}; use another copy of the file"
             ) from error
+
         raise CorruptError(
             f"a Cerebras checkpoint of format {version}; 0.4 and from 0.5 on can be read"
         )
@@ -131,6 +132,7 @@ class CerebrasReader:
             raise CorruptError(
                 f"{'.'.join(path) or 'the object'}: a container of type {spec['type']!r}"
             )
+
         context, children = spec["context"], spec["children_spec"]
         if isinstance(context, str):
             context = json.loads(context)
@@ -147,6 +149,7 @@ class CerebrasReader:
             names = (f"<class '{detail}'>", str(keys))[: len(children)]
         elif kind in ("dict", "odict"):
             names = keys = context
+
         nodes = []
         for name, child in zip(names, children, strict=True):
             nodes.append(self._read_node(child, (*path, str(name)), read_leaf))
@@ -181,11 +184,13 @@ class CerebrasReader:
         if kind == "ObjectSerializer":
             data = np.asarray(self.find(path).attributes["__BYTES__"]).tobytes()
             return _unpickle_leaf(name, data)
+
         if kind == "LinkedObject":
             target = str(metadata["key"])
             if target == name or target not in self.nodes:
                 raise CorruptError(f"{name}: linked to {target}, which does not come before it")
             return self.nodes[target]
+
         if kind == "DeferredFullTensor":
             return self._constant_leaf(name, metadata)
         raise CorruptError(
@@ -226,6 +231,7 @@ class CerebrasReader:
         if kind == "TorchTensorH5Type":
             dtype = "bfloat16" if attributes.get("is_bfloat16") else dataset.dtype.name
             return self._add_leaf(StoredLeaf(name, dtype, dataset))
+
         if kind == "NumpyArrayH5Type":
             return self._array_leaf(name, dataset, None)
         if kind == "ScalarH5Type":

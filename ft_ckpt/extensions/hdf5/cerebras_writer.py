@@ -173,6 +173,7 @@ class _LeafDescriber:
         if isinstance(value, np.generic):
             is_number = value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
             value = value.item() if is_number else str(value)
+
         if value is None:
             return {"__TYPE__": "NoneSerializer", "__NONE__": True}
         if isinstance(value, int) and abs(value) >= _MAX_INT:
@@ -181,6 +182,7 @@ class _LeafDescriber:
             return {"__TYPE__": "ScalarSerializer", "scalar_value": value, "__NONE__": True}
         if isinstance(value, str):
             return {"__TYPE__": "StringSerializer", "string_value": value, "__NONE__": True}
+
         # bytes, complex, torch's dtype and device: nothing that runs
         data = pickle.dumps(value, protocol=4)
         attributes: dict[str, Attribute] = {"__BYTES__": data, "__TYPE__": "ObjectSerializer"}

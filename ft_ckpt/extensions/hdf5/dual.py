@@ -79,6 +79,7 @@ def _dual_layout(
     index_bytes = len(text) + FOOTER_BYTES
     index_bytes += -index_bytes % PAGE_BYTES
     datasets = _datasets_behind(content.datasets, start_of, index_bytes)
+
     # The size of the HDF5 metadata depends on the user block, which contains the safetensors
     # header, which contains that size.
     widest = _safetensors_header(specs, start_of, _MAX_HELPER_BYTES, metadata)

@@ -127,6 +127,7 @@ def _open_moved(source: ForeignFile, verify: bool) -> IndexedFile | None:
             readers[name] = _converting_reader(spec.dtype, dataset)
         dtype, shape, _, digest, number = index.rows[name][:5]
         rows[name] = [dtype, shape, dataset.start or 0, digest, number]
+
     return _indexed_file(source, TensorIndex(rows, index.root, index.metadata), readers, verify)
 
 
@@ -153,10 +154,12 @@ def _assemble_file(source: ForeignFile, root: Node, leaves: list[StoredLeaf]) ->
             )
         else:
             start = dataset.start or 0
+
         rows[leaf.name] = [leaf.dtype or dataset.dtype.name, shape, start, "", len(rows)]
         reader = _leaf_reader(leaf)
         if reader is not None:
             readers[leaf.name] = reader
+
     return _indexed_file(source, TensorIndex(rows, root, {}), readers)
 
 
@@ -247,6 +250,7 @@ def _group_node(
         else:
             child = _leaf_node(source, item, real_path, child_path, leaves)
         children.append(child)
+
     return Node("dict", None, tuple(keys), tuple(children))
 
 

@@ -156,8 +156,10 @@ def _write_leaves(
                     write_first_chunk()
                 job = pool.submit(_compress_chunk, part, dataset.chunk)
                 jobs.append((handle, corner, job))
+
         while jobs:
             write_first_chunk()
+
     return digests
 
 

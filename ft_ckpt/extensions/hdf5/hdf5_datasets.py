@@ -77,6 +77,7 @@ class ForeignDataset:
                 f"{self.path}: {self.shape} of {self.dtype}, {handle.chunks or 'all'} at a "
                 f"time, in a file of only {raw.size_bytes} bytes"
             )
+
         if self.start is None:
             # elements never written have the fill value
             raw.reserve_virtual_bytes(max(0, size_bytes - self._written_bytes()), self.path)
@@ -147,6 +148,7 @@ class ForeignDataset:
             raise CorruptError(
                 f"{self.source.raw.name}: {self.path} cannot be read ({error}); use another copy"
             ) from error
+
         values = np.asarray(values).reshape(-1)
         row_count = 1 if first is None or last is None else last - first
         if len(values) != row * row_count:
@@ -154,6 +156,7 @@ class ForeignDataset:
                 f"{self.source.raw.name}: {self.path} has {len(values)} values, "
                 f"not {row} in each row"
             )
+
         return values
 
     def _load_filters(self) -> None:
@@ -188,6 +191,7 @@ def find_dataset(source: ForeignFile, path: str) -> ForeignDataset:
                 "which is not followed"
             )
         item = item[step]
+
     if not isinstance(item, h5py.Dataset):
         raise CorruptError(f"{printable(path)[:200]}: a group, expected a dataset")
     return ForeignDataset(source, item, "/".join(steps))
@@ -209,6 +213,7 @@ def follow_link(
         raise CorruptError(
             f"{link_path}: a link to another file, {link.filename}, which is not followed"
         )
+
     if not isinstance(link, h5py.SoftLink) or hops > _MAX_HOPS:
         raise CorruptError(f"{link_path}: a link to nothing, or to itself, which is not followed")
     item, item_path = (source.file, "") if link.path.startswith("/") else (group, path)
@@ -216,4 +221,5 @@ def follow_link(
         if step not in ("", "."):
             source.count_visit()
             item, item_path = follow_link(source, item, item_path, step, hops + 1)
+
     return item, item_path

@@ -54,6 +54,7 @@ def lay_out_hdf5(
     if not ties:
         content = describe_checkpoint(flat_tree(specs), specs)
         return _hdf5_layout(specs, content, None, dict(metadata))
+
     numbers = {spec.name: number for number, spec in enumerate(specs)}
     for alias, stored_name in ties.items():
         numbers[alias] = numbers[stored_name]

@@ -54,6 +54,7 @@ def hdf5_header(
     for alignment, group in groupby(placed, key=lambda dataset: dataset.alignment):
         with _opened_file(memory, alignment) as file:
             offsets += [_allocate_bytes(file, dataset) for dataset in group]
+
     start = offsets[0]
     expected = [start + (dataset.start or 0) for dataset in placed]
     end = expected[-1] + dataset_bytes(placed[-1])
@@ -62,6 +63,7 @@ def hdf5_header(
             f"HDF5 file: h5py {h5py.__version__} places tensors otherwise than ft_ckpt lays them "
             "out; use h5py 3.11 to 3.16, or another format"
         )
+
     memory.seek(user_block_bytes)
     return memory.read(start - user_block_bytes)
 
@@ -151,6 +153,7 @@ def create_objects(
     for group in dict.fromkeys(dataset.path[:-1] for dataset in datasets):
         if group:
             h5g.create(file, encoded_path(group), names, group_options)
+
     first_paths: dict[tuple[Any, ...], bytes] = {}
     for dataset in datasets:
         path = encoded_path(dataset.path)
@@ -160,6 +163,7 @@ def create_objects(
             h5o.copy(file, first, file, path, lcpl=names)
         else:
             _create_dataset(file, path, dataset, names)
+
     root = h5g.open(file, b"/")
     for name, value in attributes.items():
         _create_attribute(root, name, value)

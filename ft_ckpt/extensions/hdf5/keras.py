@@ -78,12 +78,14 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
                 f"{raw.name}: no {_INNER} in it, but {listing(unread, ', ') or 'nothing'}; save it "
                 "again with Keras"
             )
+
         damaged = archive.testzip()
         if damaged is not None:
             raise CorruptError(
                 f"{raw.name}: {damaged} is damaged (its checksum differs); use "
                 "another copy of the file"
             )
+
         config = _read_archive_document(archive, _CONFIG)
         metadata = {}
         for key, value in _read_archive_document(archive, _METADATA).items():
@@ -96,7 +98,9 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
             raise CorruptError(
                 f"{_INNER}: other names than those of a model's variables; use another copy"
             )
+
         named = _named_file(file, _Naming(naming.paths, metadata))
+
     named.skipped = (*named.skipped, *(f"{name}: a file of the archive" for name in unread))
     return named
 
@@ -126,10 +130,12 @@ def _model_naming(file: IndexedFile) -> _Naming | None:
         group = layers.get(layer)
         weights = _attribute_texts(group, _WEIGHTS) if isinstance(group, h5py.Group) else ()
         pairs += [(_weight_name(layer, weight), f"{prefix}{layer}/{weight}") for weight in weights]
+
     metadata = {}
     for key in ("keras_version", "model_config"):
         if key in root.attrs:
             metadata[key] = _attribute_text(root.attrs[key])
+
     return _Naming(_unique_names(pairs), metadata)
 
 
@@ -197,6 +203,7 @@ def _config_names(config: Any, path: str, depth: int = 0) -> dict[str, str]:
         group = f"{path}layers/{kind}{number}"
         names[group] = str(layer["config"]["name"])
         names.update(_config_names(layer, f"{group}/", depth + 1))
+
     return names
 
 
@@ -256,6 +263,7 @@ def _named_file(file: IndexedFile, naming: _Naming) -> IndexedFile:
         raise CorruptError(
             f"{listing(missing, ', ')}: listed as weights, but not in the file; use another copy"
         )
+
     rows: dict[str, Any] = {}
     readers: dict[str, Any] = {}
     skipped: list[str] = []
@@ -270,6 +278,7 @@ def _named_file(file: IndexedFile, naming: _Naming) -> IndexedFile:
         elif path in file.readers:
             readers[name] = file.readers[path]
         rows[name] = [dtype, shape, start, "", len(rows)]
+
     # A value that equals a tensor's name would be read as a tie.
     metadata = {key: value for key, value in naming.metadata.items() if value not in rows}
     index = TensorIndex(rows, None, metadata, file.index.data_start)

@@ -202,6 +202,7 @@ def _tensor_difference(first: TensorView, second: TensorView, name: str) -> Diff
         )
         is_equal = is_equal and slice_is_equal
         sums += slice_sums
+
     status = "equal" if is_equal else "changed"
     return Difference(name, status, before, after, sums, changed=int(not is_equal))
 
@@ -230,6 +231,7 @@ def _compare_slices(first: Tensor, second: Tensor) -> tuple[bool, Sums]:
         float(change.max()),
         int((~is_bounded).sum()),
     )
+
     # Values of two dtypes may be equal. Different bytes of one dtype are not, for example 0.0 and
     # -0.0.
     return not has_same_dtype and bool(is_same.all()), sums

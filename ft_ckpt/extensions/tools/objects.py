@@ -112,6 +112,7 @@ def load(
         if isinstance(file_format.objects, LibraryObjects):
             with closing(raw):
                 return file_format.objects.load(raw, map_location, mapped, verify)
+
         file = file_format.open_indexed(raw, verify)
         if verify and not file.has_digests:
             _compare_with_manifest(raw.file, place)
@@ -122,6 +123,7 @@ def load(
         if not file.readers and not is_accelerator(device) and not is_mapped:
             # Several threads read the file, into memory whose pages are not allocated yet.
             file.raw.read_in()
+
         return _restore_object(file, device)
 
 
@@ -272,6 +274,7 @@ def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
     on_device = None
     if device is not None and is_accelerator(device):
         on_device = DeviceTensors(file, device)
+
     # An object may contain a tensor several times, which is then read once.
     tensors: dict[int, Any] = {}
 

@@ -61,6 +61,7 @@ def read_runs(
         tensor = _tensor_to_fill(run, landing)
         if tensor is not None:
             in_place[run] = tensor
+
     read_in_place({run: tensor.data_ptr() for run, tensor in in_place.items()}, threads)
     for tensor in in_place.values():
         torch.autograd.graph.increment_version(tensor)
@@ -78,6 +79,7 @@ def read_runs(
             landing.put(data, lasts=landing.local.device in devices)
         else:
             landing.put(data)
+
     return sum(run.size_bytes for run in landings)
 
 

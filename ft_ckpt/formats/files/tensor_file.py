@@ -94,6 +94,7 @@ class TensorView(TensorFile):
             specs[name] = Spec(name, stored.shape, dtype)
             if dtype != stored.dtype:
                 casts[f"{stored.dtype}->{dtype}"] += 1
+
         self.specs, self.casts = specs, dict(casts)
 
     @classmethod
@@ -170,11 +171,13 @@ class JoinedFile(TensorView):
                 ties[prefix + name] = prefix + stored_name
             metadata.update(file.metadata)
             skipped += [prefix + value for value in file.skipped]
+
         if repeated:
             raise LoadError(
                 f"{source}: {listing(repeated, ', ')}: in several of its files; expected each "
                 "tensor once"
             )
+
         opened = [file for _, file in files]
         super().__init__(opened, sources, ties=ties, metadata=metadata, skipped=skipped)
 

@@ -21,6 +21,7 @@ def record_span(file: RawFile, entry: zipfile.ZipInfo) -> tuple[int, int]:
             f"{entry.filename} is compressed, expected one that is stored; zip "
             "the files again with -0"
         )
+
     signature, *lengths = _HEAD.unpack(file.bytes(entry.header_offset, _HEAD.size))
     start = entry.header_offset + _HEAD.size + sum(lengths)
     stop = start + entry.file_size
@@ -29,4 +30,5 @@ def record_span(file: RawFile, entry: zipfile.ZipInfo) -> tuple[int, int]:
             f"{entry.filename}: its offset leads out of the file, or to "
             "something else; is the file whole?"
         )
+
     return start, stop

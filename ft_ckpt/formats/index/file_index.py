@@ -165,6 +165,7 @@ def _parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> Te
         raise CorruptError(
             f"{source}: its index is damaged (digest differs); use another copy of the file"
         )
+
     with damaged_input(f"{source}: its index"):
         document = json.loads(text)
         version = document["ft_index"]
@@ -175,6 +176,7 @@ def _parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> Te
         metadata.pop(TREE, None)
         index = TensorIndex(document["tensors"], root, metadata, data_start)
         check_index(index, source)
+
     return index
 
 
@@ -186,6 +188,7 @@ def check_index(index: TensorIndex, source: str) -> None:
         raise CorruptError(
             f"{source}: its index does not name each of {count} tensors once; use another copy"
         )
+
     malformed = [name for name, row in index.rows.items() if not _is_valid(row)]
     if malformed:
         where = listing(malformed, ", ")
@@ -193,6 +196,7 @@ def check_index(index: TensorIndex, source: str) -> None:
         where = "the tree"
     else:
         return
+
     raise CorruptError(f"{source}: {where}: malformed in its index; use another copy of the file")
 
 

@@ -47,6 +47,7 @@ class IndexedFile(TensorFile):
             raise CorruptError(
                 f"{self.raw.name}: {name} has dtype {dtype_name!r}, which this torch does not know"
             )
+
         is_whole = start == 0 and stop is None
         if stop is None:
             stop = math.prod(shape)
@@ -57,6 +58,7 @@ class IndexedFile(TensorFile):
         else:
             first_byte = self.index.start(name) + start * dtype.itemsize
             tensor = self.raw.tensor(first_byte, stop - start, dtype)
+
         if is_whole and tensor.numel() and (self.verify or reader is not None):
             self._verify_digest(name, tensor.view(torch.uint8).numpy())
         return tensor
@@ -139,6 +141,7 @@ def named_tensors(file: IndexedFile) -> TensorView:
     if index.root is not None:
         walk.visit(index.root, "")
         names = [index.names[leaf] for leaf in sorted(walk.paths)]
+
     ties = {path: index.names[leaf] for path, leaf in walk.further_paths.items()}
     metadata: dict[str, str] = {}
     stored = set(names)
@@ -148,6 +151,7 @@ def named_tensors(file: IndexedFile) -> TensorView:
             ties[key] = value
         else:
             metadata[key] = value
+
     view_names = {name: name for name in names}
     return TensorView.of_file(file, view_names, ties=ties, metadata=metadata, skipped=walk.skipped)
 

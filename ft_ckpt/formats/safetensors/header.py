@@ -74,6 +74,7 @@ def lay_out_safetensors(
         texts = {**metadata, **ties}
         metadata_text = json.dumps(texts, ensure_ascii=False, separators=(",", ":"))
         header += f'"__metadata__":{metadata_text},'.encode()
+
     # The entries are put together as text: objects for 100,000 tensors would take more time and
     # memory than the rest. Kinds of tensors are few, even for many tensors.
     kinds: dict[tuple[Shape, str], tuple[str, int]] = {}
@@ -89,6 +90,7 @@ def lay_out_safetensors(
         offsets.append(start)
         name = encode_basestring(spec.name)
         header += f'{name}:{{{text},"data_offsets":[{start},{end}]}},'.encode()
+
     if header.endswith(b","):
         header.pop()
     header += b"}"
@@ -182,6 +184,7 @@ def parse_header(
         tensors = {name: _header_entry(row, data_start) for name, row in rows.items()}
     except (AttributeError, CorruptError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CorruptError(f"malformed header ({shown(error)})") from error
+
     end = data_start
     for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if entry.start != end:
@@ -190,9 +193,11 @@ def parse_header(
                 f"before it ends at {end:,}"
             )
         end = entry.end
+
     if end != file_bytes:
         kind = "truncated" if file_bytes < end else "bytes after its last tensor"
         raise CorruptError(f"{kind}: {file_bytes:,} bytes, but its header describes {end:,}")
+
     return SafetensorsHeader(tensors, metadata)
 
 

@@ -55,6 +55,7 @@ def open_safetensors(raw: RawFile, verify: bool = False) -> IndexedFile:
         raise CorruptError(
             f"{raw.name}: not a whole safetensors file ({error}); use another copy"
         ) from error
+
     helper = header.tensors.get(HELPER)
     hdf5_index = read_index(raw, helper.end) if helper is not None else None
     if hdf5_index is None:
@@ -63,6 +64,7 @@ def open_safetensors(raw: RawFile, verify: bool = False) -> IndexedFile:
         raise CorruptError(
             f"{raw.name}: its two tables of tensors differ; use another copy of the file"
         )
+
     return IndexedFile(raw, hdf5_index, verify)
 
 

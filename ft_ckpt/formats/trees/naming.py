@@ -92,6 +92,7 @@ class _TreeWalk:
         if kind not in _TORCH_TREES:
             self._add_leaf(name, node)
             return LEAF_SPEC
+
         keys: list[Any] = list(range(len(node.children)))
         context: Any = None
         if node.kind in MAPPINGS:
@@ -100,6 +101,7 @@ class _TreeWalk:
         for key, child in zip(keys, node.children, strict=True):
             child_name = f"{prefix}{key}"
             children.append(self.describe_node(child, f"{child_name}.", child_name))
+
         return {
             "type": _TORCH_TREES[kind],
             "context": json.dumps(context),

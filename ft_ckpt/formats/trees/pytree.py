@@ -174,6 +174,7 @@ class _Flattener:
             data = np.frombuffer(obj, np.uint8)
             number = self._add_leaf(Leaf(data.shape, "uint8", data, True))
             return Node("blob", (number, type(obj).__name__))
+
         if type(obj) in SCALARS:
             return Node("value", obj)
         if isinstance(obj, torch.Tensor):
@@ -182,6 +183,7 @@ class _Flattener:
             if not is_describable(obj.dtype):
                 return self._refuse_value(path, f"numpy type {obj.dtype}")
             return Node("value", obj)
+
         if type(obj) is np.ndarray:
             return self._array_node(obj, path)
         return self._container_node(obj, path)
@@ -335,10 +337,12 @@ class _ObjectBuilder:
             number, described, shape = node.value
             stored = self.array(number)
             return stored if described is None else restored_array(stored, described, tuple(shape))
+
         if kind == "blob":
             number, type_name = node.value
             data = self.array(number).tobytes()
             return {"bytes": bytes, "bytearray": bytearray}[type_name](data)
+
         if kind in MAPPINGS:
             return self._build_mapping(node)
         items = map(self.build_object, node.children)

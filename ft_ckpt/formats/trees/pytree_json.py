@@ -92,6 +92,7 @@ def encode_node(node: Node) -> Any:
         detail = encode_node(node.value) if isinstance(node.value, Node) else node.value
         keys = [encode_node(key) for key in node.keys]
         return [kind, detail, list(map(list, zip(keys, children, strict=True)))]
+
     if kind in ("deque", "namedtuple"):
         return [kind, node.value, *children]
     return [kind, *children]
@@ -115,6 +116,7 @@ def _decode_json(document: Any, max_levels: int) -> Node:
         keys = tuple(Node("value", key) for key in document)
         children = tuple(_decode_json(child, below) for child in document.values())
         return Node("dict", None, keys, children)
+
     if type(document) is not list:
         return Node("value", document)
     kind, *rest = document
@@ -123,6 +125,7 @@ def _decode_json(document: Any, max_levels: int) -> Node:
     if kind == "array":
         number, described, shape = rest
         return Node("array", (_check_number(number), described, tuple(map(_check_number, shape))))
+
     if kind == "blob":
         return Node("blob", (_check_number(rest[0]), str(rest[1])))
     if kind in MAPPINGS:
@@ -132,6 +135,7 @@ def _decode_json(document: Any, max_levels: int) -> Node:
         keys = tuple(_decode_json(key, below) for key, _ in pairs)
         children = tuple(_decode_json(child, below) for _, child in pairs)
         return Node(kind, detail, keys, children)
+
     if kind in ("deque", "namedtuple"):
         return Node(kind, rest[0], (), tuple(_decode_json(child, below) for child in rest[1:]))
     if kind in SEQUENCES:
@@ -240,6 +244,7 @@ def encode_value(value: Any, depth: int = 0) -> Any:
         for key, item in value.items():
             pairs.append([encode_value(key, depth + 1), encode_value(item, depth + 1)])
         return {"dict": pairs}
+
     if kind in (list, tuple, torch.Size, set, frozenset):
         items = [encode_value(item, depth + 1) for item in value]
         if kind is list:
@@ -247,10 +252,12 @@ def encode_value(value: Any, depth: int = 0) -> Any:
         if kind in (set, frozenset):
             items.sort(key=json.dumps)
         return {"size" if kind is torch.Size else kind.__name__: items}
+
     if issubclass(kind, Enum):
         path = (kind.__module__, kind.__qualname__, value.name)
         if _enum_member(*path) is value:
             return {"enum": list(path)}
+
     raise SelectionError(f"{kind.__name__} is no simple value")
 
 

@@ -40,6 +40,7 @@ def resized_embeddings(view: View, model: Any) -> set[str]:
     suspected = [name for name in _weights(view, model) if view.sources[name].shape[0] != rows]
     if not suspected:
         return set()
+
     # Some classes make more rows than their config has words, for example Molmo2's. So the number
     # of rows is compared with that of a new model, too.
     shapes = _shapes_with_words(user_class(type(model)), model.config.to_json_string(), rows)
@@ -49,6 +50,7 @@ def resized_embeddings(view: View, model: Any) -> set[str]:
         source = view.sources[name]
         if source.shape != shapes.get(base_names[id(source)]):
             resized.add(name)
+
     return resized
 
 

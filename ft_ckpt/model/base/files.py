@@ -136,6 +136,7 @@ def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOr
         by_pattern |= dict.fromkeys(converter.source_patterns, converter)
     model_names = dict.fromkeys(names, True)
     prefix = model.base_model_prefix
+
     # By name in the model, the stored tensors that it is made from.
     stored: dict[str, list[tuple[str, str]]] = {}
     unused_names = []
@@ -148,15 +149,18 @@ def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOr
             stored.setdefault(target, []).append((pattern or "", name))
         else:
             unused_names.append(name)
+
     used_transforms = []
     for transform in transforms:
         # transformers 5.4 does not record which transforms it used, so all count as used.
         if not hasattr(transform, "was_used") or transform.was_used():
             used_transforms.append(transform)
+
     origins = []
     for target, pairs in stored.items():
         first_pattern = pairs[0][0]
         origins.append(FileOrigin(target, tuple(pairs), by_pattern.get(first_pattern)))
+
     return FileOrigins(tuple(origins), tuple(unused_names), tuple(used_transforms))
 
 
@@ -206,6 +210,7 @@ def _find_absent(model: Any, sources: Mapping[str, Source], folder: Place) -> fr
             shapes = _shapes_in(file, model, sources)
     except CheckpointError:  # no model can be read from the folder
         return frozenset()
+
     if getattr(model, "hf_quantizer", None) is None:
         filled = {name for name, shape in shapes.items() if shape in (None, sources[name].shape)}
     else:
@@ -213,15 +218,18 @@ def _find_absent(model: Any, sources: Mapping[str, Source], folder: Place) -> fr
         # as filled if one of them is in the files.
         layers = {name.rpartition(".")[0] for name in shapes}
         filled = {name for name in sources if name.rpartition(".")[0] in layers}
+
     filled |= made_by_class(model)
     for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if not filled.isdisjoint(pair):
             filled.update(pair)
+
     filled_keys = {sources[name].key for name in filled & sources.keys()}
     absent = set()
     for name, source in sources.items():
         if source.is_parameter and source.key not in filled_keys:
             absent.add(name)
+
     return frozenset(absent)
 
 

@@ -68,10 +68,12 @@ def base_on_files(
             f"{shown}: no model of transformers in it; name the folder of the "
             "adapter's base with base="
         )
+
     config = json.loads(read_text(folder.folder, "config.json"))
     if is_config_of_diffusers(config):
         file = _join_mapped(folder.folder, names, shown)
         return FileModel(model_on_file(config, file, str(shown)), ())
+
     with local_folder(folder, lambda name: "/" not in name and name not in names) as local:
         base = find_base_class(str(local), adapters[0], settings, trust_remote_code=False)
         if _is_quantised_folder(local):
@@ -121,11 +123,14 @@ def _model_on_files(
             f"{folder}: its class is in no module of transformers; load it with its own code and "
             "PEFT, and save it with CheckpointSaver.save(merged=True)"
         )
+
     with damaged_input(f"{folder}: its config"), without_memory():
         model = base.cls(base.config)
+
     # Converted tensors are read later, after PEFT has replaced layers of the model.
     described = with_whole_parameters(model, model.state_dict())
     stored = find_origins(model, model.state_dict(), file)
+
     # A save reverts the conversions that were used.
     model._weight_conversions = list(stored.transforms)
     misfits: dict[str, str] = {}
@@ -138,11 +143,13 @@ def _model_on_files(
         zeros = torch.zeros(empty[name].shape, dtype=empty[name].dtype, device="cpu")
         put_at(model, name, nn.Parameter(zeros, requires_grad=False))
         del problems[name]
+
     if problems:
         raise LoadError(
             f"{folder}: {listing([*problems.values()])}: its files do not fit "
             f"{name}; use another copy"
         )
+
     add_folder_settings(model, folder)
     return FileModel(model.eval().requires_grad_(False), stored.unused_names)
 
@@ -184,6 +191,7 @@ def _put_tensors(
             if isinstance(live, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad=False)
             put_at(model, target, tensor)
+
     return misfits
 
 

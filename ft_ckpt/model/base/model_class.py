@@ -80,13 +80,16 @@ def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClas
         raise LoadError(
             f"config of the base, as the adapter records it: {listing(absurd)}; use another copy"
         )
+
     later_fields: dict[str, Any] = {}
     padding = settings.get("pad_token_id")
     rows = settings.get("vocab_size")
+
     # The padding token was added in the script, so its row exists only after the resize.
     if isinstance(padding, int) and isinstance(rows, int) and padding >= rows:
         later_fields["pad_token_id"] = padding
         settings["pad_token_id"] = None
+
     with damaged_input("config of the base, as the adapter records it"):
         return BaseClass(cls, type(config).from_dict(settings), later_fields)
 
@@ -118,6 +121,7 @@ def _candidates(config: Any, settings: Mapping[str, Any]) -> Iterator[Any]:
         cls = transformers_class(str(name))
         if cls is not None:
             yield cls
+
     for auto_class in (_auto_class(str(settings.get("task_type"))), AutoModel):
         if auto_class is not None:
             classes = auto_class._model_mapping.get(type(config), ())

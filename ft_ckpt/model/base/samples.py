@@ -66,6 +66,7 @@ def record_of_base(part: Part) -> BaseRecord:
     model = model_below(part.module)
     config = getattr(model, "config", None)
     settings = part.module.peft_config[str(part.adapter)]
+
     # diffusers has the origin in its config, possibly as a Path.
     origin = getattr(model, "name_or_path", None) or getattr(config, "_name_or_path", None)
     base_id = settings.base_model_name_or_path
@@ -166,6 +167,7 @@ def differences_of_base(
         for name, values in identifying_samples(record).items():
             if name in unstored or name not in base:
                 samples[name] = values
+
         if record.base is None or not samples:
             continue
         compared += len(samples)
@@ -177,6 +179,7 @@ def differences_of_base(
         if names:
             count = f"{len(names)} of {len(samples)}"
             problems[f"{listing(names, ', ')}: {count} sampled tensors differ"] = None
+
     return compared, list(problems)
 
 
@@ -202,6 +205,7 @@ def differing_tensors(
         elements = elements_at(source, rank, indices)
         if not comparison.are_equal(name, elements, source.dtype, values):
             differing.append(name)
+
     return differing
 
 
@@ -229,11 +233,13 @@ def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[
         if not _fit(indices, spec.numel):
             differing.append(name)
             continue
+
         elements = {}
         for index in indices:
             elements[str(index)] = float(file.read(stored_name, index, index + 1))
         if not comparison.are_equal(name, elements, dtype, values):
             differing.append(name)
+
     return compared, differing
 
 

@@ -91,6 +91,7 @@ class BaseWatch:
             raise SelectionError(
                 f"{_changed_text(names)} on other ranks; save with adapter_only=False"
             )
+
         if ranks.is_main:
             warn(f"{_changed_text(names)}: it is saved with the adapters")
         return False

@@ -34,6 +34,7 @@ def write_config(folder: Path, part: Part) -> None:
     when `from_pretrained` would make a model from it that has other tensors than the stored ones.
     """
     cls = user_class(type(part.module))
+
     # diffusers writes the name of the class, which FSDP2 replaces. So an instance of the user's
     # class writes the config.
     instance: Any = object.__new__(cls)
@@ -45,6 +46,7 @@ def write_config(folder: Path, part: Part) -> None:
         raise CompanionError(
             f"config.json: {cls.__name__} refuses to be saved: {shown(error)}"
         ) from error
+
     origin = config.get("_name_or_path")
     if origin and not is_hub_name(origin):
         del config["_name_or_path"]
@@ -66,6 +68,7 @@ def _refuse_other_tensors(part: Part, cls: Any, text: str) -> None:
             problems.append(f"{name}: trained, and not in the model of the config")
         elif shape != expected[name]:
             problems.append(f"{name}: {shape}, and {expected[name]} in the model of the config")
+
     for name in expected.keys() - stored.keys() - aliases:
         problems.append(f"{name}: in the model of the config only")
     if problems:
@@ -99,6 +102,7 @@ def diffusers_class(name: str, classes: Mapping[str, type]) -> Any:
             f"{name}: a model of diffusers, which is not installed; install it, or load the "
             "weights into a model of yours with into="
         )
+
     cls = getattr(import_module("diffusers"), name, None) if name.isidentifier() else None
     bases = {base.__name__ for base in getattr(cls, "__mro__", ())}
     if not DIFFUSERS.base_classes <= bases:
@@ -106,6 +110,7 @@ def diffusers_class(name: str, classes: Mapping[str, type]) -> Any:
             f"{name!r}: no model class of the installed diffusers; pass classes={{{name!r}: ...}}, "
             "or load the weights into a model of yours with into="
         )
+
     return cls
 
 
@@ -127,6 +132,7 @@ def model_on_file(config: Mapping[str, Any], file: TensorFile, source: str) -> n
         raise LoadError(
             f"{source}: its weights are quantised; name the folder of the original model"
         )
+
     model: nn.Module = empty_of_config(diffusers_class(str(config["_class_name"]), {}), config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     problems = []
@@ -135,11 +141,13 @@ def model_on_file(config: Mapping[str, Any], file: TensorFile, source: str) -> n
             problems.append(
                 f"{name}: {spec.shape} in the files, {shapes.get(name, 'absent')} in the model"
             )
+
     problems += [f"{name}: not in the files" for name in shapes if name not in file.specs]
     if problems:
         raise LoadError(
             f"{source}: {listing(problems)}: its files do not fit its config; use another copy"
         )
+
     tensors = {name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}
     model.load_state_dict(tensors, assign=True)
     return model.eval().requires_grad_(False)

@@ -92,6 +92,7 @@ def empty_model(cls: Any, checkpoint: OpenCheckpoint, record: PartRecord) -> Any
             return None
         add_folder_settings(model, folder)
         add_origin(model, folder, checkpoint, record)
+
     return model
 
 

@@ -95,6 +95,7 @@ class WeightsFolder(JoinedFile):
         """
         files = self.store.list()
         weight_names = self._weight_names()
+
         # A file can have two names, one for each of two formats. So files are compared by version.
         weight_versions = {file.version for file in files if file.name in weight_names}
         listed: set[str] | None = None
@@ -103,6 +104,7 @@ class WeightsFolder(JoinedFile):
             listed = {record.path for record in self.manifest.files}
             states = [part for part in self.manifest.parts if part.kind == "state"]
             state_folders = tuple(f"{part.path}/" for part in states)
+
         sidecars: list[Stored] = []
         left_out: list[str] = []
         for file in files:
@@ -113,6 +115,7 @@ class WeightsFolder(JoinedFile):
             if leads_out(self.store, name):
                 left_out.append(f"{name!a} (a link out of the folder)")
                 continue
+
             if listed is not None and name not in listed:
                 continue
             is_index = name.endswith(".index.json")
@@ -120,6 +123,7 @@ class WeightsFolder(JoinedFile):
                 left_out.append(name)
             else:
                 sidecars.append(file)
+
         return sidecars, left_out
 
     def _weight_names(self) -> set[str]:
@@ -202,6 +206,7 @@ def _open_own_checkpoint(place: Place) -> TensorFile:
         tensor_file = format_named(format_name).open_folder(place)
         if tensor_file is not None:
             return tensor_file
+
     parts = []
     for record in manifest.parts:
         if record.kind == "state":
@@ -214,6 +219,7 @@ def _open_own_checkpoint(place: Place) -> TensorFile:
                 ties.update(dict.fromkeys(aliases, name))
         file.ties = ties
         parts.append(FolderPart(record.path, record.kind, file, record, library_stem(names)))
+
     return WeightsFolder(place, parts, manifest)
 
 

@@ -327,4 +327,5 @@ def _tokens_in(store: Store, name: str, text: str | None) -> dict[int, str]:
                 tokens[number] = str(entry[0])
         for added in settings.get("added_tokens") or ():
             tokens[int(added["id"])] = str(added["content"])
+
     return tokens

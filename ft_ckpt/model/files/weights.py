@@ -73,6 +73,7 @@ def _read_files(
         for file in files:
             tensors.update(read_onto(file, device))
         return tensors, False
+
     are_mapped = True
     for file in files:
         reads = _reads_faster(file) if mapped == "auto" else not mapped
@@ -83,6 +84,7 @@ def _read_files(
         are_mapped &= file.raw.can_map
         for name, spec in file.specs.items():
             tensors[name] = file.read(name).view(spec.shape)
+
     return tensors, are_mapped
 
 

@@ -43,6 +43,7 @@ def read_adapter_config(
         # older versions.
         config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
         config = config_class.from_pretrained(str(folder))
+
     config.inference_mode = True
     if base_is_stored and not keeps_base(config):
         config.init_lora_weights = True
@@ -88,6 +89,7 @@ def _invalid_settings(store: Store, file: str) -> list[str]:
         return ["no JSON object"]
     config_classes = {str(kind.value): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     method = settings.get("peft_type")
+
     # The value can be unhashable, so it is looked up in a list.
     if method not in list(config_classes):
         return [f"peft_type: {short_repr(method)}, expected a method of PEFT {peft.__version__}"]
@@ -97,6 +99,7 @@ def _invalid_settings(store: Store, file: str) -> list[str]:
         if name in hints and not _is_of_type(value, hints[name]):
             expected = str(hints[name]).replace("typing.", "")
             problems.append(f"{name}: {short_repr(value)}, expected {expected}")
+
     return problems + _invalid_patterns(settings)
 
 

@@ -48,19 +48,23 @@ def fill_adapters(model: Any, checkpoint: OpenCheckpoint, records: Sequence[Part
         adapter = str(record.adapter)
         names = live.entries[adapter].keys()
         stored[adapter] = _stored_tensors(model, checkpoint, record, names)
+
     targets = _find_targets(live, checkpoint, stored)
     has_computed = False
     for adapter, tensors in stored.items():
         if tensors.keys() - targets[adapter].keys():
             has_computed = True
             set_peft_model_state_dict(model, dict(tensors), adapter_name=adapter)
+
     if has_computed:
         # PEFT has replaced layers whose ranks were pruned, so the tensors are looked up again.
         live = _live_adapters(model)
         targets = _find_targets(live, checkpoint, stored)
+
     for adapter, sources in targets.items():
         for name, source in sources.items():
             _copy_exactly(source.live, stored[adapter][name])
+
     _refuse_unfilled(live, checkpoint, stored, targets)
 
 
@@ -147,10 +151,12 @@ def _find_targets(
             source = target.source if isinstance(target, Entry) else target
             if source is not None:
                 targets[adapter][name] = source
+
     if problems:
         raise LoadError(
             f"{listing(problems)}: the adapter in {checkpoint.store.url} does not fit this base"
         )
+
     return targets
 
 
@@ -195,6 +201,7 @@ def _refuse_unfilled(
         for name, tensor in tensors.items():
             if not _are_equal(values[name], tensor):
                 problems.append(f"{name}: other values in adapter {adapter!r} once it is loaded")
+
     if problems:
         raise LoadError(
             f"{listing(problems)}: expected those in {checkpoint.store.url}; use the version of "

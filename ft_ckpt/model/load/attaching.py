@@ -54,6 +54,7 @@ def attach_adapters(
         configs[str(record.adapter)] = read_adapter_config(
             checkpoint, record, base_is_stored=base_is_stored
         )
+
     _refuse_redrawn(checkpoint, configs)
     if not base_is_stored:
         _refuse_changed_base(checkpoint, records, configs)
@@ -62,6 +63,7 @@ def attach_adapters(
     if check_base and not is_changed:
         sources = ModelTensors(model).sources()
         _check_base(sources, type(model).__name__, records, is_changed=False)
+
     notes = _resize_embeddings(model, checkpoint, records)
     records = [_with_peft_names(record) for record in records]
     peft_model: Any = model
@@ -69,9 +71,11 @@ def attach_adapters(
         adapter = str(record.adapter)
         with explain_peft_errors(checkpoint, [record]):
             peft_model = _make_adapter(peft_model, adapter, configs[adapter])
+
     if check_base and is_changed:
         sources = dict(View(peft_model, ModelTensors(peft_model).sources()).base_sources())
         _check_base(sources, type(model).__name__, records, is_changed=True)
+
     with explain_peft_errors(checkpoint, records):
         fill_adapters(peft_model, checkpoint, records)
     _activate_adapters(peft_model, records)
@@ -101,6 +105,7 @@ def _refuse_changed_base(
             "it, with adapter_only=False or merged=True. If the base given has the changed weights "
             "already, set init_lora_weights to true in the adapter's config"
         )
+
     if all(record.base and record.base.fingerprint for record in records):
         return  # The comparison with the recorded base decides.
     adapters = [part for part in checkpoint.manifest.parts if part.kind == "adapter"]
@@ -111,6 +116,7 @@ def _refuse_changed_base(
         config = read_adapter_config(checkpoint, record, base_is_stored=False)
         if not keeps_base(config):
             changing.append(str(record.adapter))
+
     if changing:
         raise LoadError(
             f"adapter {', '.join(changing)}: its initialisation changed the base, "
@@ -197,6 +203,7 @@ def _check_recorded_base(
     is_changed: bool,
 ) -> None:
     adapter = str(record.adapter)
+
     # Quantised tensors cannot be compared. So if one of both bases is quantised, only its other
     # tensors are compared.
     samples = identifying_samples(record)
@@ -204,6 +211,7 @@ def _check_recorded_base(
     for name, values in samples.items():
         if name in sources and has_readable_elements(sources[name]):
             comparable[name] = values
+
     sampled = replace(record, base=replace(base, fingerprint=comparable))
     differing = differing_tensors(sources, sampled, is_changed=is_changed)
     if differing:
@@ -216,6 +224,7 @@ def _check_recorded_base(
             f"({base.id or 'built in memory'}, revision {base.revision}){change}; load it on that "
             "base, or pass check_base=False"
         )
+
     if samples and not comparable:
         raise BaseMismatchError(
             f"adapter {adapter!r}: none of the {len(samples)} sampled tensors of its base is in "

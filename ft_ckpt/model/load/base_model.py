@@ -41,6 +41,7 @@ def load_base(
         raise LoadError(
             f"adapter {record.adapter!r}: its base was built in memory and has no id; pass base="
         )
+
     place = open_place(source)
     _refuse_damaged_base(place, options.verify)
     try:
@@ -72,6 +73,7 @@ def _refuse_damaged_base(place: Place, verify: bool) -> None:
                     f"{base.location}: {listing(problems)}; use another copy of the base"
                 )
         return
+
     names = [file.name for file in place.folder.list_folder().objects]
     if not any(name.endswith(".safetensors") for name in names):
         compare_torch_sums(place.folder, names)

@@ -74,9 +74,11 @@ def put_tensors(
     for name, parameter in module.named_parameters():
         is_trained = requires_grad.get(name, parameter.requires_grad)
         parameter.requires_grad_(is_trained and parameter.dtype.is_floating_point)
+
     for stored_name, *aliases in record.ties:
         for alias in aliases:
             put_at(module, alias, tensor_at(module, stored_name))
+
     return comparison.report
 
 
@@ -97,6 +99,7 @@ def fill_module(
     for file in files:
         for name in file.specs:
             stored_tensors[name] = (file, name)
+
     stored_tensors = _with_aliases(record, stored_tensors)
     specs = {name: file.specs[stored_name] for name, (file, stored_name) in stored_tensors.items()}
     shapes = {name: spec.shape for name, spec in specs.items()}
@@ -115,6 +118,7 @@ def fill_module(
             target = source_of_tensor(name, name, values[name])
         target = replace(target, dtype=dtype)
         requests.append(WantedTensor(target, target.local, file, stored_name))
+
     fill_all(requests, direct="auto" if readers_here() == 1 else "off")
     values.update(comparison.extra)
     comparison.module.load_state_dict(values, strict=False)
@@ -155,6 +159,7 @@ def _compare_stored(
     for name in live_shapes:
         if name not in stored_names and name not in recomputed:
             missing.append(name)
+
     fitting_names: list[str] = []
     reshaped: list[str] = []
     for name, shape in shapes.items():
@@ -163,6 +168,7 @@ def _compare_stored(
             reshaped.append(f"{name}: {shape} in the file, {live_shape} in the model")
         elif name in live_shapes:
             fitting_names.append(name)
+
     report = LoadReport(
         store.url,
         record.path,

@@ -192,6 +192,7 @@ def load_model(
             refuse_damaged(checkpoint, options)
             models, reports = load_models(checkpoint, requests, options)
         report = report_load(checkpoint, part_name, reports, options)
+
     is_one_model = len(models) == 1 and (part_name is not None or "" in models)
     returns_dict = isinstance(into, Mapping) or not is_one_model
     result: Any = models if returns_dict else next(iter(models.values()))

@@ -179,12 +179,14 @@ def _load_through_transformers(
     store = checkpoint.store
     is_quantised = checked_config(store, record).get("quantization_config") is not None
     extra = read_extra_values(store, record)
+
     # Only transformers knows how to restore such values.
     if is_quantised and extra:
         raise LoadError(
             f"{listing(list(extra), ', ')}: non-tensor state of a quantised model cannot be "
             "restored here; resume a run with it, or load the checkpoint into the model with into="
         )
+
     with nullcontext() if is_quantised else listing_own(record):
         model, info = _from_pretrained(cls, checkpoint, record, options)
     unexpected = set(info["unexpected_keys"])
@@ -194,6 +196,7 @@ def _load_through_transformers(
         tensors, _ = read_weights(store, weight_names(record), options.mapped)
         for name in unread:
             extra[name] = tensors[name]
+
     missing = {*info["missing_keys"], *added_names} - extra.keys()
     report = LoadReport(
         store.url,
@@ -210,6 +213,7 @@ def _load_through_transformers(
     elif added_names:
         values = {name: extra[name] for name in added_names if name in extra}
         model.load_state_dict(values, strict=False)
+
     return model.eval(), report
 
 
@@ -244,7 +248,9 @@ def _from_pretrained(
                 output_loading_info=True,
                 trust_remote_code=trusts,
             )
+
         add_origin(model, folder, checkpoint, record)
+
     return model, info
 
 
@@ -266,6 +272,7 @@ def _copy_into(
         untied = replace(record, ties=())
         filled = fill_module(target, untied, [MemoryFile(tensors)], store, options.strict)
         return replace(filled, notes=(*filled.notes, *report.notes))
+
     with ExitStack() as stack:
         files = open_weights(store, weight_names(record))
         for file in files:
@@ -294,6 +301,7 @@ def _share_parameters(
         for part, tensor in members[1:]:
             if part not in filled:
                 replacements.setdefault(part, {})[id(tensor)] = members[0][1]
+
     for part, by_id in replacements.items():
         for module in models[part].modules():
             _replace_tensors(module._parameters, by_id)

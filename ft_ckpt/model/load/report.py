@@ -60,6 +60,7 @@ def report_load(
         unexpected += report.unexpected
         reshaped += report.reshaped
         notes += report.notes
+
     folder = checkpoint.place.folder
     is_copied = options.device is not None and options.device.type != "cpu"
     return LoadReport(

@@ -68,6 +68,7 @@ def check_options(
         raise LoadError(
             f"classes={short_repr(classes)}: expected a class for each name, as a mapping"
         )
+
     target = None
     accelerator = None
     if device is not None:
@@ -75,6 +76,7 @@ def check_options(
         if target.type not in ("cpu", "meta"):
             # The device of a tensor has an index. Without it, threads could use different devices.
             accelerator = torch.empty(0, device=target).device
+
     return LoadOptions(
         base,
         classes or {},
@@ -235,6 +237,7 @@ def _find_groups(checkpoint: OpenCheckpoint, part: str | None) -> dict[str, list
         question = did_you_mean([str(part)], names)
         advice = question or f"it has {', '.join(names) or 'one part only, leave part= out'}"
         raise LoadError(f"part {part!r}: not in {checkpoint.store.url}; {advice}")
+
     return {part: matching}
 
 
@@ -266,15 +269,18 @@ def _find_targets(
                 f"part, into={{{names[0]!r}: module}}, or name one part with part="
             )
         return dict.fromkeys(names, into)
+
     is_mapping = isinstance(into, Mapping)
     if not is_mapping or not all(isinstance(module, nn.Module) for module in into.values()):
         raise LoadError(
             f"into={short_repr(into)}: expected a torch.nn.Module, or a mapping of them by part"
         )
+
     unknown = [name for name in into if name not in names]
     if unknown:
         expected = known_names or "one part: pass the module itself"
         raise LoadError(f"into=: {listing(unknown, ', ')}: not in {url}, which has {expected}")
+
     return dict(into)
 
 
@@ -285,12 +291,14 @@ def _refuse_modules(checkpoint: OpenCheckpoint, requests: Mapping[str, ModelRequ
         for record in request.parts:
             if record.kind == "module" and request.target is None:
                 without_target.append((name, record.class_name))
+
     if not without_target:
         return
     problems = []
     for name, class_name in without_target:
         part = f"part {name!r}: " if name else ""
         problems.append(f"{part}a module of the class {class_name}")
+
     name, class_name = without_target[0]
     example = f"into={class_name}(...)"
     if len(requests) > 1:

@@ -51,6 +51,7 @@ def adapter_parts(
             f"adapter_only=True: {type(view.module).__name__} has no PEFT adapter; wrap it with "
             "peft.get_peft_model, inject one, or save with adapter_only=False"
         )
+
     _refuse_redrawn(view.module)
     _refuse_extra(view)
     selected = {adapter: adapter_entries(view, adapter) for adapter in view.module.peft_config}
@@ -61,6 +62,7 @@ def adapter_parts(
     if with_absent and not in_folders:
         absent_entries, absent_notes = _absent_entries(view)
         notes += absent_notes
+
     active = view.active_adapters
     omitted = tuple(_frozen_adapter_tensors(view))
     parts = []
@@ -76,6 +78,7 @@ def adapter_parts(
         else:
             subfolder = "" if adapter == "default" else adapter
             folder = _joined(path, subfolder)
+
         part = Part(
             _joined(name, subfolder),
             folder,
@@ -94,7 +97,9 @@ def adapter_parts(
             raise IncompleteError(
                 f"adapter {adapter!r}: PEFT selects no tensors for it; nothing is written"
             )
+
         parts.append(part)
+
     return parts
 
 
@@ -177,6 +182,7 @@ def _changed_base_entries(
     for entries in selected.values():
         for entry in entries:
             stored_keys.update(source.key for source in entry.sources)
+
     resized = resized_embeddings(view, model_below(view.module))
     prefix = "" if is_peft_model(view.module) else PREFIX
     base_ids = {id(source) for _, source in view.base_sources()}
@@ -190,6 +196,7 @@ def _changed_base_entries(
             stored_keys.add(source.key)
             reason = "trained" if source.trainable else "resized"
             notes.append(f"{name}: saved with the adapter because it was {reason}")
+
     return base_entries, notes
 
 
@@ -213,11 +220,13 @@ def _absent_entries(view: View) -> tuple[list[Entry], list[str]]:
             "adapter names; load the adapter with base= and this model"
         )
         return [], [note]
+
     prefix = "" if is_peft_model(view.module) else PREFIX
     entries = []
     for name in sorted(absent):
         steps = [step for step in base[name].name.split(".") if step != "original_module"]
         entries.append(unchanged_entry(prefix + ".".join(steps), base[name]))
+
     return entries, []
 
 

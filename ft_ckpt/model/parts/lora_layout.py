@@ -39,6 +39,7 @@ def in_lora_layout(part: Part) -> Part:
             f"load_lora_weights cannot read {reason}"
         )
         return replace(part, notes=(*part.notes, note))
+
     component = component_of(part.module)
     entries = tuple(_with_component(entry, component) for entry in part.entries)
     settings = {f"{component}.{name}": value for name, value in _lora_settings(config).items()}

@@ -46,6 +46,7 @@ def adapter_entries(view: View, adapter: str) -> list[Entry]:
         empty = torch.zeros((), dtype=source.dtype, device="cpu").expand(source.shape)
         placeholders[source.raw_name] = empty
         source_of[id(empty)] = source
+
     selected = _select_by_peft(view.module, placeholders, adapter)
     computed = [name for name, tensor in selected.items() if id(tensor) not in source_of]
     names = _StoredNames(view)
@@ -55,6 +56,7 @@ def adapter_entries(view: View, adapter: str) -> list[Entry]:
         inputs = [source for source in sources if id(source) not in base_ids]
         selection = _ComputedSelection(view.module, adapter, inputs, frozenset(computed), names)
         group = Group(tuple(inputs), selection.convert)
+
     entries = []
     for name, tensor in selected.items():
         shape, dtype = tuple(tensor.shape), tensor.dtype
@@ -62,6 +64,7 @@ def adapter_entries(view: View, adapter: str) -> list[Entry]:
         if entry.source is None:
             entry = entry._replace(group=group)
         entries.append(entry)
+
     return entries
 
 
@@ -157,6 +160,7 @@ def _select_by_peft(
             f"adapter {adapter!r}: PEFT cannot select its tensors ({shown(error)}), nor would its "
             "save_pretrained; expected an adapter that PEFT can save; delete_adapter() removes one"
         ) from error
+
     return selected
 
 
@@ -189,6 +193,7 @@ def _prompt_entries(view: View, adapter: str) -> list[Entry]:
             inputs.append(source)
         if "modules_to_save" in name.split("."):
             trained[name] = source
+
     encoder = _PromptEncoder(view.module, adapter, inputs, list(trained.values()))
     group = Group(tuple(inputs), encoder.convert)
     zeros = {}
@@ -201,6 +206,7 @@ def _prompt_entries(view: View, adapter: str) -> list[Entry]:
     for name, source in trained.items():
         if saved_steps in name:
             entries.append(unchanged_entry(name.replace(saved_steps, "."), source))
+
     return entries
 
 
@@ -239,6 +245,7 @@ class _PromptEncoder:
         for name, tensor in selected.items():
             if tensor.numel() != 0 and "modules_to_save" not in name:
                 prompts[name] = tensor.detach().contiguous()
+
         return prompts
 
 

@@ -47,6 +47,7 @@ def _right_argument(model: Any) -> str:
             "pass the model itself; for values that differ from its own, "
             "save(model, path, state_dict=...)"
         )
+
     if isinstance(model, (str, PurePath)):
         return "the path comes second: save(model, path)"
     if isinstance(model, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
@@ -54,12 +55,14 @@ def _right_argument(model: Any) -> str:
             "register it, register(model=model, optimizer=optimizer, ...), and save the run "
             "with save_state()"
         )
+
     if isinstance(model, (list, tuple)):
         return "pass one model to each save"
     attributes = []
     for name, value in getattr(model, "__dict__", {}).items():
         if isinstance(value, nn.Module):
             attributes.append(f".{name}")
+
     if attributes:
         return f"pass the model that it has as {', '.join(attributes)}"
     if hasattr(model, "save_pretrained"):
@@ -67,6 +70,7 @@ def _right_argument(model: Any) -> str:
             "pass the model, and a tokenizer or processor as tokenizer=: save(model, path, "
             "tokenizer=...)"
         )
+
     return "pass the model that was trained"
 
 
@@ -152,17 +156,20 @@ def parts_of(
             parts = _parts_of_view(view, name, "", adapter_only, dtype)
         _refuse_missing(parts, [view], adapter_only)
         return parts
+
     views = {name: view_of(model, sources, name, extra) for name in _checked_names(attribute)}
     if adapter_only and not any(view.has_adapters for view in views.values()):
         raise NotAnAdapterError(
             f"adapter_only=True: none of {', '.join(views)} has a PEFT adapter; use "
             "adapter_only=False"
         )
+
     parts = []
     for name, view in views.items():
         # A submodule without adapters, such as a value head, is saved in full.
         is_adapter = adapter_only and view.has_adapters
         parts += _parts_of_view(view, name, name, is_adapter, dtype)
+
     _refuse_missing(parts, views.values(), adapter_only)
     return parts
 
@@ -214,11 +221,13 @@ def _refuse_missing(parts: Iterable[Part], views: Iterable[View], adapter_only: 
             explained.update(source.key for source in entry.sources)
         if adapter_only:
             explained.update(source.key for source in part.base.values())
+
     missing = []
     for view in views:
         for name, source in view.sources.items():
             if source.key not in explained:
                 missing.append(name)
+
     if missing:
         raise IncompleteError(
             f"{listing(missing, ', ')}: {len(missing)} tensor(s) of the model would be in no file, "
@@ -240,6 +249,7 @@ def _parts_of_view(view: View, name: str, path: str, adapter_only: bool, dtype: 
         adapters = adapter_parts(view, name, path, dtype)
         check_complete(view, adapters)
         return [in_lora_layout(part) for part in adapters]
+
     if not is_adapted:
         return [model_part(view, name, path, dtype)]
     base = model_part(view.base, name, path, dtype)

@@ -49,10 +49,12 @@ def write_adapter(
     elif base.id is not None:
         config.base_model_name_or_path = config.base_model_name_or_path or base.id
         config.revision = config.revision or base.revision
+
     mapping = None
     if config.task_type is None:
         cls = user_class(type(unwrap(model_below(model))))
         mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
+
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
     _keep_order_of_patterns(LocalStore(folder), config)
     has_own_card = isinstance(model, peft.PeftModel) and library == "peft"

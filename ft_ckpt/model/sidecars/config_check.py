@@ -68,10 +68,12 @@ def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
     if comparison.argument:
         remedy = f"load it with from_pretrained(..., {comparison.argument})"
         return (f"{cls.__name__}: made with {comparison.argument}, which no config says; {remedy}",)
+
     # Custom code can need more than a config, so this is no error.
     if comparison.unbuildable and not _is_public(cls):
         reason = f"of which it cannot be made here ({comparison.unbuildable})"
         return (f"{cls.__name__}: not compared with its config, {reason}",)
+
     problem = _problem_of(cls, comparison)
     if not problem:
         return ()
@@ -91,11 +93,13 @@ def _problem_of(cls: type, comparison: _ConfigComparison) -> str:
             f"config.json: transformers cannot read it again ({comparison.unreadable}); correct "
             "model.config"
         )
+
     if comparison.unbuildable:
         return (
             f"config.json: transformers cannot make a {name} of it ({comparison.unbuildable}); "
             "correct model.config"
         )
+
     if not comparison.differences:
         return ""
     return (
@@ -170,16 +174,19 @@ def _compare(
         settings = read_config(cls.config_class, config)
     except Exception as error:  # noqa: BLE001 - anything that a config class raises for its fields
         return _ConfigComparison(unreadable=shown(error))
+
     live = dict(shapes)
     try:
         differences = _differences(live, *shapes_of_new(cls, settings, {}), packed)
     except Exception as error:  # noqa: BLE001 - anything that a model class raises for its config
         return _ConfigComparison(unbuildable=shown(error))
+
     if not differences:
         return _ConfigComparison()
     for name, value in _other_arguments(cls):
         if not _differences(live, *shapes_of_new(cls, settings, {name: value}), packed):
             return _ConfigComparison(argument=f"{name}={value}")
+
     return _ConfigComparison(tuple(differences))
 
 
@@ -215,11 +222,13 @@ def _differences(
             differences.append(
                 f"{name}: {shape} in the model, {expected[name]} in that of its config"
             )
+
     for name in expected:
         is_packed = _layer_of(name) in packed and _layer_of(name) in live_layers
         is_optional = optional is not None and optional.search(name) is not None
         if name not in live and not is_packed and not is_optional:
             differences.append(f"{name}: not in the model, in that of its config")
+
     return differences
 
 

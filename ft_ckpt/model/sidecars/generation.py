@@ -36,6 +36,7 @@ def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str 
         raise CompanionError(
             f"chat_template_name {chat_template_name!r} takes its tokens from a tokenizer; pass one"
         )
+
     ids: dict[str, Any] = {}
     if "olmo" in chat_template_name:
         ids["eos_token_id"] = [token_id(model, tokens, token) for token in _OLMO_EOS]
@@ -44,6 +45,7 @@ def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str 
             token = getattr(tokens, f"{kind}_token")
             number = None if token is None else token_id(model, tokens, str(token))
             ids[f"{kind}_token_id"] = number
+
     return GenerationConfig(temperature=None, top_p=None, **ids)
 
 

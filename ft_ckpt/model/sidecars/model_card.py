@@ -65,6 +65,7 @@ def injected_card(config: Any, library: str = "peft") -> str:
         tags.append(f"base_model:adapter:{base}")
         head = f"base_model: {json.dumps(base)}\n"  # a JSON string is a YAML string
         base_text = f"`{base}`"
+
     return _CARD.format(
         library=library,
         head=head,

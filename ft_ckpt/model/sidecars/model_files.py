@@ -54,6 +54,7 @@ def _saved_config(model: Any, dtype: str) -> Any:
         nested._name_or_path = ""  # It would be stored, and it can be a local path.
         if is_cast and nested.dtype is not None:
             nested.dtype = dtype
+
     config.dtype = dtype
     config.architectures = [user_class(type(model)).__name__]
     return config
@@ -83,6 +84,7 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
             "move the class to a file of its own",
         )
         return
+
     # transformers copies the source file of an object's class. FSDP2 replaces the class of the
     # model by one of torch, so an empty instance of the user's class is given.
     custom_object_save(object.__new__(cls), str(folder), config=config)

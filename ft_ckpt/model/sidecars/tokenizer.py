@@ -35,12 +35,14 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> tuple[str, ...]:
     for token, number in tokens.items():
         if str(token) in templates:
             problems.append(f"{token!r} of the chat template has id {number}")
+
     if problems:
         raise CompanionError(
             f"tokenizer: {listing(problems, ', ')}, the model has {rows} embedding rows; call "
             f"model.resize_token_embeddings({len(text_tokenizer)}) before training, or pass the "
             "tokenizer the model was trained with"
         )
+
     if not tokens:
         return ()
     names = listing([repr(token) for token in tokens], ", ")
@@ -97,12 +99,14 @@ def token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
             f"tokenizer: {token!r} is not in the vocabulary (id {number}), expected it as a stop "
             "token; add it to the tokenizer before training, or use another chat_template_name"
         )
+
     rows = embedding_rows(model)
     if rows is not None and number >= rows:
         raise CompanionError(
             f"tokenizer: {token!r} has id {number}, the model has {rows} embedding rows; call "
             "model.resize_token_embeddings(len(tokenizer)) before training"
         )
+
     return int(number)
 
 

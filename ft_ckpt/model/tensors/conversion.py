@@ -55,6 +55,7 @@ def converted_entries(module: Any, sources: Mapping[str, Source]) -> list[Entry]
     if _has_conversions_of_adapter(module):
         # If it is None, transformers takes the conversions of the model's class.
         vars(described)["_weight_conversions"] = None
+
     stored: dict[str, Tensor] = revert_weight_conversion(described, dict(placeholders))
     name_of = {id(tensor): name for name, tensor in placeholders.items()}
     computed_names = [name for name, tensor in stored.items() if id(tensor) not in name_of]
@@ -69,6 +70,7 @@ def converted_entries(module: Any, sources: Mapping[str, Source]) -> list[Entry]
         else:
             shape, dtype = tuple(tensor.shape), tensor.dtype
             entries.append(Entry(name, shape, dtype, dtype, group=groups[name]))
+
     return entries
 
 
@@ -156,6 +158,7 @@ def _conversion_groups(
         unattributed = computed - groups.keys()
         if not unattributed:
             return groups
+
     raise SelectionError(
         f"{listing(sorted(unattributed), ', ')}: these stored names cannot be "
         "attributed to live tensors; this transformers version converts this model in a way "
@@ -192,6 +195,7 @@ def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tup
         if entry.dtype in _CAST_DTYPES and not is_wide:
             entry = entry._replace(dtype=target)
         cast.append(entry)
+
     return tuple(cast)
 
 

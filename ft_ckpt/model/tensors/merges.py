@@ -36,11 +36,13 @@ def merge_choice(
     for name, value in excluded.items():
         if value is not None and value is not False:
             contradicting.append(name)
+
     if merged is not False and contradicting:
         raise ConfigError(
             f"merged={merged!r} and {', '.join(contradicting)}: a merged model is the whole model "
             "without adapters; leave one of them out"
         )
+
     if isinstance(merged, bool):
         return MergeChoice() if merged else None
     names: tuple[Any, ...] = ()
@@ -48,11 +50,13 @@ def merge_choice(
         names = (merged,)
     elif isinstance(merged, Iterable):
         names = tuple(merged)
+
     weights: tuple[float, ...] = ()
     has_weights = True
     if isinstance(merged, Mapping):
         weights = tuple(finite_numbers(merged.values()))
         has_weights = len(weights) == len(names)
+
     are_names = all(isinstance(name, str) for name in names)
     is_repeated = len({str(name) for name in names}) < len(names)
     if not names or not are_names or is_repeated or not has_weights:
@@ -60,6 +64,7 @@ def merge_choice(
             f"merged={merged!r}: expected True, names of adapters, each once, or "
             "a weight for each name"
         )
+
     return MergeChoice(names, weights)
 
 

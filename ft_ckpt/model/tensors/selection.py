@@ -105,6 +105,7 @@ def _rounded_by_others(part: Part) -> tuple[str, ...]:
         is_wide = entry.dtype.is_floating_point and entry.dtype.itemsize > main.itemsize
         if is_wide and wide_steps.isdisjoint(entry.name.split(".")):
             rounded.append(entry.name)
+
     if not rounded:
         return ()
     note = (
@@ -139,6 +140,7 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
     if not is_run:
         _refuse_stacked(parts)
         _refuse_own_layouts(parts)
+
     note = (
         "stored as a plain module; its own from_pretrained reads the layout of its "
         "save_pretrained() alone"
@@ -149,6 +151,7 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
             class_name = type(part.module).__name__
             part = replace(part, notes=(*part.notes, f"{class_name}: {note}"))
         noted.append(part)
+
     return noted
 
 
@@ -197,6 +200,7 @@ def _refuse_own_layouts(parts: Sequence[Part]) -> None:
     if inner:
         attribute = inner[0] if len(inner) == 1 else inner
         remedy = f", or what is inside with attribute={attribute!r}"
+
     raise SelectionError(
         f"{names}: has a layout of its own, which this would not be; save it with "
         f"model.save_pretrained(...){remedy}, or a checkpoint to resume from with save_state()"
@@ -294,6 +298,7 @@ def _without_class_aliases(view: View) -> _Selection:
     for name, source in view.sources.items():
         if name not in recomputed or source.trainable:
             names.append(name)
+
     groups = _tied_names(view, names)
     patterns = _alias_patterns(view.module) if groups else []
     dropped: set[str] = set()
@@ -307,6 +312,7 @@ def _without_class_aliases(view: View) -> _Selection:
                 f"{', '.join(stored)}: tied in memory but not by the model's class and config, "
                 "stored once each"
             )
+
     name_of: dict[int, str] = {}
     for name, source in view.sources.items():
         name_of.setdefault(id(source), name)
@@ -317,6 +323,7 @@ def _without_class_aliases(view: View) -> _Selection:
             # The save compares the values of both before it commits.
             dropped.add(alias)
             ties.append((main, alias))
+
     sources = {name: view.sources[name] for name in names if name not in dropped}
     return _Selection(sources, tuple(ties), tuple(notes))
 

@@ -80,14 +80,17 @@ def view_of(
     for name, source in sources.items():
         if name.startswith(prefix):
             view_sources[name.removeprefix(prefix)] = _with_raw_below(source, depth)
+
     if not view_sources:
         raise IncompleteError(
             f"{attribute or type(module).__name__}: no tensors to save; nothing is written"
         )
+
     view_extra = {}
     for name, value in (extra or {}).items():
         if name.startswith(prefix):
             view_extra[name.removeprefix(prefix)] = value
+
     return View(module, view_sources, view_extra)
 
 
@@ -111,6 +114,7 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
                 f"attribute {attribute!r}: {step!r} is a {type(inner).__name__}, expected a module"
             )
         module = unwrap(inner)
+
     return module
 
 

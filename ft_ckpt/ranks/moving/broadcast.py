@@ -140,6 +140,7 @@ def _cut_into_buckets(tensors: Sequence[WantedTensor], limit: int) -> list[list[
                 buckets.append([])
                 start = 0
             buckets[-1].append(_Rows(tensor, low, high, start, start + size_bytes))
+
     return buckets
 
 
@@ -165,6 +166,7 @@ def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
         if copying.error is None:
             with copying.deferring_error():
                 _take_from(bucket, buffer)
+
     # Raised after all broadcasts, because each of them needs this rank.
     copying.raise_error()
 

@@ -134,6 +134,7 @@ def _fill_box(target: WantedBox) -> int:
     if target.view:
         first = target.box.offsets[0]
         stop = first + target.box.sizes[0]
+
     row_numel = math.prod(target.view[1:])
     step = max(1, _SLICE_BYTES // max(1, row_numel * target.dtype.itemsize))
     size_bytes = 0
@@ -142,6 +143,7 @@ def _fill_box(target: WantedBox) -> int:
         data = target.file.read(target.name, low * row_numel, high * row_numel)
         put_rows(target, low, data.view(-1, *target.view[1:]))
         size_bytes += data.nbytes
+
     return size_bytes
 
 
@@ -242,6 +244,7 @@ def _landings_of_box(target: WantedBox) -> dict[ByteRun, Landing] | None:
     for dim, size in enumerate(view):
         if box.sizes[dim] != size:
             last_cut = dim
+
     run_bytes = math.prod(box.sizes[last_cut:]) * item_bytes
     is_long = last_cut == 0 or run_bytes >= _MIN_RUN_BYTES
     landings: dict[ByteRun, Landing] = {}
@@ -251,6 +254,7 @@ def _landings_of_box(target: WantedBox) -> dict[ByteRun, Landing] | None:
             piece = ByteRun(target.name, run.file, start, run_bytes)
             landings[piece] = StraightLanding(local, number * run_bytes)
         return landings
+
     row_bytes = math.prod(view[1:]) * item_bytes
     start, size_bytes = run.start + box.offsets[0] * row_bytes, box.sizes[0] * row_bytes
     landings[ByteRun(target.name, run.file, start, size_bytes)] = _RowsLanding(target)
@@ -276,6 +280,7 @@ def _spec_problem(tensor: WantedTensor) -> str | None:
             f"{tensor.info.name}: unknown which of its elements this rank holds "
             f"({tensor.info.engine})"
         )
+
     if spec is None:
         return f"{name}: not in the checkpoint, and {tensor.info.name} needs it"
     shape, dtype = tensor.info.shape, dtype_name(tensor.info.dtype)

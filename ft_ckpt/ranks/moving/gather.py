@@ -195,6 +195,7 @@ def _cut_buckets(chosen: Sequence[Source], limit: int, to: int) -> Iterator[list
                 continue
             bucket.append(row_range)
             bytes_left -= row_range.size_bytes
+
     if bucket:
         yield bucket
 
@@ -243,6 +244,7 @@ class _BucketCarrier:
         if self.ranks.rank != self.to:
             self._send_rows(moving, opaque)
             return
+
         if (moving or opaque) and self.ranks.size > 1:
             self.ranks.open_receive_slot(self._senders(moving, needs_all=bool(opaque)))
         rows = self._receive_rows(moving) if moving else {}
@@ -310,6 +312,7 @@ class _BucketCarrier:
             rows[id(row_range)] = bytes_as(buffer, position, row_range.source.dtype, shape)
             position += padded_size(row_range.size_bytes)
             owners.update(row_range.source.sharding.owners)
+
         for rank in sorted(owners):
             if rank == self.ranks.rank:
                 for row_range in moving:
@@ -320,6 +323,7 @@ class _BucketCarrier:
                         _paste_part(rows[id(row_range)], row_range, part, data)
             else:
                 self._receive_from(rank, moving, rows)
+
         return rows
 
     def _receive_from(
@@ -332,6 +336,7 @@ class _BucketCarrier:
             for part in row_range.parts_of_rank(rank):
                 parts.append((row_range, part, size_bytes))
                 size_bytes += padded_size(math.prod(part.sizes) * row_range.source.dtype.itemsize)
+
         if not parts:
             return
         packed = self._reuse_buffer("packed", size_bytes)

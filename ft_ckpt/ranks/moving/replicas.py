@@ -117,6 +117,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             digests[name] = _digest_on_host(tensor)
         else:
             folded[name] = folded_bits(tensor)
+
     if folded:
         device = next(iter(folded.values())).device
         on_one = torch.stack([value.to(device) for value in folded.values()])
@@ -124,6 +125,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         values = on_one.tolist()
         for name, value in zip(folded, values, strict=True):
             digests[name] = f"{value:x}"
+
     return digests
 
 
@@ -147,6 +149,7 @@ def folded_bits(tensor: Tensor) -> Tensor:
             places = torch.arange(first + low, first + low + piece.numel(), device=data.device)
             mixed = _mix_bits(piece ^ (places * _MIXING_FACTORS[0]), _MIXING_FACTORS[1])
             total += _mix_bits(mixed, _MIXING_FACTORS[2]).sum()  # which wraps
+
     return total
 
 

@@ -71,12 +71,14 @@ def runs_over_grid(
         for stretch in stretches[dim]:
             parts += _cut_stretch(stretch, axis, grid[axis])
         stretches[dim] = parts
+
     # `last` is the last dimension that is cut. Each index of a dimension before it begins new
     # pieces.
     last = 0
     for dim, parts in enumerate(stretches):
         if len(parts) > 1:
             last = dim
+
     count_in_last = len(stretches[last]) if view else 0
     if prod(view[:last]) * count_in_last > MAX_RUNS:
         return ()
@@ -90,6 +92,7 @@ def runs_over_grid(
         for axis, size in enumerate(grid):
             number = number * size + place.get(axis, 0)
         pieces.append((ranks[number], prod(stretch.size for stretch in combination[last:])))
+
     return tuple(_joined_runs(pieces))
 
 

@@ -215,11 +215,13 @@ class MeshSharding:
         if rows_per_rank is not None:  # one run for any number of ranks
             chunk = rows_per_rank * (numel // rows)
             return (Runs(self.mesh.ranks[0], chunk, chunk, numel),)
+
         cuts = []
         for axis in self.order or range(len(self.cuts)):
             dim = self.cuts[axis]
             if dim is not None:
                 cuts.append((dim, axis))
+
         return runs_over_grid(self.view, self.mesh.shape, self.mesh.ranks, cuts)
 
     def _rows_over_consecutive_ranks(self, rows: int) -> int | None:

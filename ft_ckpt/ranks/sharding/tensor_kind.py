@@ -89,6 +89,7 @@ class TensorKind(ABC):
             if attributes not in layout_by_attributes:
                 layout_by_attributes[attributes] = self.layout_of(tensor)
             layouts.append(layout_by_attributes[attributes])
+
         return layouts
 
     def local_part(self, tensor: Any) -> Tensor | None:

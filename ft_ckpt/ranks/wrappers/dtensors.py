@@ -74,17 +74,20 @@ def _sharding_of_layout(
     for placement in placements:
         has_dim = hasattr(placement, "dim")
         dims.append(placement.dim % max(len(shape), 1) if has_dim else None)
+
     cuts_rows_only = {*dims} <= {0, None}
     engine = "fsdp2" if cuts_rows_only else "tensor parallel"
     is_replicated = is_subset
     for placement, size in zip(placements, mesh.shape, strict=True):
         if placement.is_replicate() and size > 1:
             is_replicated = True
+
     if not all(_is_simple(p) or type(p).__name__ == "_StridedShard" for p in placements):
         # A pending sum, or a placement of an unknown kind: torch gathers the tensor, and nothing
         # can be read into it.
         is_sum = any(placement.is_partial() for placement in placements)
         return engine, OpaqueSharding(shape, is_replicated and not is_sum)
+
     factors = tuple(getattr(placement, "split_factor", 1) for placement in placements)
     cutting = cutting_of(shape, tuple(mesh.shape), tuple(dims), factors)
     if cutting is None:
@@ -93,6 +96,7 @@ def _sharding_of_layout(
             "each has; let sizes divide by the ranks that cut them, or cut another dimension"
         )
         return engine, OpaqueSharding(shape, why=why)
+
     return engine, MeshSharding(
         cutting.view, _mesh_data(mesh), cutting.cuts, is_replicated, cutting.order
     )

@@ -147,6 +147,7 @@ def _parameters_of_handle(handle: Any) -> Iterator[tuple[tuple[int, str], FlatPa
         if not padding:
             starts.append(position)
         position += numel
+
     members = ranks_in_order(handle.process_group) if handle.uses_sharded_strategy else None
     places = {}
     for info, shape, first, original in zip(
@@ -155,6 +156,7 @@ def _parameters_of_handle(handle: Any) -> Iterator[tuple[tuple[int, str], FlatPa
         wants = trainable[id(info.module)] if original is None else bool(original.requires_grad)
         parameter = FlatParameter(handle, tuple(shape), flat.dtype, wants, first, members, original)
         places[id(info.module), info.param_name] = parameter
+
     yield from places.items()
     for shared in flat._shared_param_infos:
         yield (

@@ -80,6 +80,7 @@ def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
         key = id(record.sharded_param)
         if counts[key] > 1 and not _is_current(record):
             stale.add(key)
+
     if stale:
         named = modules[0].named_parameters(remove_duplicate=False)
         names = [name for name, parameter in named if id(parameter) in stale]

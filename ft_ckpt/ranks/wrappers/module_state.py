@@ -116,16 +116,19 @@ def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValu
             continue
         if _memory_key(entry.value) not in live_memory:
             added[name] = entry
+
     by_hooks = []
     for name in lister.by_hooks:
         if name in added:
             by_hooks.append(f"{name} ({type(added[name].owner).__name__})")
+
     if by_hooks:
         raise SelectionError(
             f"{listing(by_hooks, ', ')}: added by a hook of state_dict(), which is not saved; make "
             "it a persistent buffer, or return it from get_extra_state() and take it in "
             "set_extra_state()"
         )
+
     return added
 
 
@@ -140,9 +143,11 @@ def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[s
     for name in values:
         if name not in listed:
             problems.append(f"{name}: in the checkpoint, not listed by this model")
+
     for name in listed:
         if name not in values:
             problems.append(f"{name}: listed by this model, not in the checkpoint")
+
     if not problems:
         names_by_owner: dict[int, list[str]] = {}
         for name, entry in listed.items():
@@ -150,6 +155,7 @@ def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[s
         for names in names_by_owner.values():
             stored = {name: values[name] for name in names}
             problems += _load_added(listed[names[0]], live, stored)
+
     if not problems:
         _copy_ignored(added_state(root, live), values)
         for name, entry in added_state(root, live).items():
@@ -158,6 +164,7 @@ def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[s
                     f"{name}: listed by {type(entry.owner).__name__}, which does not take it back "
                     "when it is loaded"
                 )
+
     if problems:
         raise LoadError(listing(problems))
 
@@ -232,6 +239,7 @@ class _StateLister:
         if inner is not None:
             self.list_module(module._modules[inner], prefix, f"{raw}{inner}.")  # type: ignore[arg-type]  # there is one
             return
+
         # A user's state_dict() is not called if an engine has tensors below the module, because it
         # would gather them.
         is_called = _has_own_method(module, "state_dict") and not _hides_tensors(module)
@@ -254,6 +262,7 @@ class _StateLister:
         for name, child in module._modules.items():
             if child is not None:
                 self.list_module(child, f"{prefix}{name}.", f"{raw}{name}.")
+
         for hook in filter(_is_users, module._state_dict_hooks.values()):
             before = self.listed.keys() | self.entries.keys()
             returned = hook(module, self.listed, prefix, metadata)
@@ -284,6 +293,7 @@ def _load_added(first: AddedValue, live: Mapping[str, Any], values: Mapping[str,
     for name, tensor in live.items():
         if isinstance(tensor, Tensor) and name.startswith(prefix):
             state[name] = tensor.detach()
+
     state.update(values)
     errors: list[str] = []
     try:
@@ -295,6 +305,7 @@ def _load_added(first: AddedValue, live: Mapping[str, Any], values: Mapping[str,
         owner._load_from_state_dict(state, prefix, metadata, True, [], [], errors)
     except Exception as error:  # noqa: BLE001 - code of the user's module
         errors.append(f"{type(error).__name__}: {error}")
+
     what = f"{next(iter(values))}: {type(owner).__name__} cannot load it"
     return [f"{what}: {error}" for error in errors]
 

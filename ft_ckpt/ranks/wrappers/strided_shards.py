@@ -59,9 +59,11 @@ def cutting_of(
         split_factors = [factors[axis] for axis in cutting]
         if dim is None or not _orders_agree(shape[dim], parts, split_factors):
             return None
+
     for dim in dims:
         if dim is not None and dim not in strided_dims and dims.count(dim) > 1:
             return None  # one dimension is cut from right to left, another from left to right
+
     return MeshCutting(shape, dims, tuple(reversed(range(len(mesh)))))
 
 

@@ -34,6 +34,7 @@ class ModelTensors:
         wrappers.reshard_modules(everything)
         stand_ins = wrappers.tensors_of_modules(everything)
         self._broadcast = wrappers.broadcast_buffers(model)
+
         # Canonical name, raw name and tensor. A tied tensor has an item for each name.
         self._places: list[tuple[str, str, Any]] = []
         for path, raw_path, module in walked:
@@ -42,6 +43,7 @@ class ModelTensors:
             direct = _direct_tensors(module, stand_ins.get(id(module), {}))
             for name, tensor in direct.items():
                 self._places.append((prefix + name, raw_prefix + name, tensor))
+
         self._sources: dict[bool, dict[str, Source]] = {}
 
     @cached_property
@@ -100,6 +102,7 @@ class ModelTensors:
         for name, source in sources.items():
             if source.key in self._broadcast:
                 sources[name] = of_rank_0(source)
+
         with suppress(SelectionError) if allow_meta else nullcontext():
             added_places = []
             for name, entry in self._added_to(sources).items():
@@ -107,6 +110,7 @@ class ModelTensors:
                     added_places.append((name, entry.raw, entry.value))
             for name, source in _lay_out(added_places).items():
                 sources[name] = replace(source, trainable=False, is_added=True)
+
         _refuse_sparse(sources)
         _refuse_unknown_cuts(sources)
         without_data = [] if allow_meta else lazy + _without_data(sources)
@@ -116,6 +120,7 @@ class ModelTensors:
                 "no data on this rank (meta device, lazy, offloaded, or partitioned by an engine "
                 "this version does not know); materialise the model first"
             )
+
         return sources
 
     def _added_to(self, sources: Mapping[str, Source]) -> dict[str, AddedValue]:
@@ -236,6 +241,7 @@ def from_state_dict(
             owned = replace(source, sharding=OwnedSharding(source.shape, 0))
             result[name] = owned.holding(None)
         return result
+
     tied: dict[int, list[str]] = {}
     for name, source in live.items():
         tied.setdefault(source.key, []).append(name)
@@ -256,12 +262,14 @@ def from_state_dict(
         else:
             stored = source_of_tensor(name, source.raw_name, tensor.detach())
             result[name] = replace(stored, trainable=source.trainable, key=source.key)
+
     if problems:
         raise IncompleteError(
             f"{listing(problems)}: the state dict differs from the live model in {len(problems)} "
             "place(s); gather it with accelerator.get_state_dict under the unwrapped model's "
             "names, or leave state_dict= out"
         )
+
     return result
 
 

@@ -62,10 +62,12 @@ def cut_of(loader: Any, shares: int) -> DataCut:
     source_depth = _source_depth(loader)
     source = sampler_at(*places[source_depth])
     outer_samplers = [sampler_at(holder, name) for holder, name in places[:source_depth]]
+
     # Outer samplers that hold another batch sampler only pass its batches on.
     batch_samplers = [sampler for sampler in outer_samplers if "batch_sampler" not in vars(sampler)]
     outermost = outer_samplers[0] if outer_samplers else source
     splitter = loader if hasattr(loader, "slice_fn") else outermost
+
     # Accelerate's split_batches divides each batch between the ranks.
     per_step = 1 if getattr(splitter, "split_batches", False) else shares
     for sampler in batch_samplers:

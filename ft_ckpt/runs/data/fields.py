@@ -62,17 +62,20 @@ def check_position(state: Any) -> None:
         raise CorruptError(
             f"position in the data: {error}; it is not what state_dict returns"
         ) from error
+
     problems = []
     own_states = [state["own"]]
     for start in (state["start"], state["last"]):
         if start is not None:
             problems += rng.generator_problems(start.get("global"))
             own_states.append(start["own"])
+
     for own in own_states:
         for saved in own.values():
             # A generator of torch may be of a device that this process does not have.
             if saved is not None and saved["kind"] != "torch":
                 rng.generator_in(saved)
+
     if problems:
         raise CorruptError(
             f"position in the data: {listing(problems)}; it is not what state_dict returns"

@@ -95,37 +95,52 @@ class DataPosition:
         self.size = size
         self.replay = replay
         self.on_difference = on_difference
+
         # number of shares of the data: ranks with the same data count once
         self.shares = data_shares(loader, size)
+
         # number of finished passes
         self.epoch = 0
+
         # number of batches that this rank has consumed in the current pass
         self.batch = 0
+
         # number of samples that all ranks have consumed since the run began, if the batches of the
         # other ranks are as large as those of this one
         self.samples = 0
+
         # number of items of the source that this pass consumed under another cut, see `DataCut`
         self._offset = 0
+
         # random state at the start of the pass; None before a pass
         self._start: RandomState | None = None
+
         # random state before the last batch was requested
         self._last: RandomState | None = None
+
         # the loader's epochs and seeds at the start of the pass
         self._counters: dict[str, int] = {}
+
         # whether workers of an earlier pass served this one
         self._is_warm = False
+
         # the loader's own state at the start of a pass that another library began
         self._origin: Any = None
         self._own_states = OwnStates(loader, replay)
         self._order = SampleOrder()
+
         # The next fields belong to a position that was loaded. True until a pass resumes there:
         self._is_pending = False
+
         # `at_end` of the saved position
         self._loaded_at_end: bool | None = None
+
         # digest of the consumed items
         self._saved_order: str | None = None
+
         # whether the pass has no batch left for any rank
         self._is_over = False
+
         # lower bound of the number of items in the pass, if its last batch may have been short
         self._min_items: int | None = None
 
@@ -166,6 +181,7 @@ class DataPosition:
             self._order.take(batches_per_call(self.loader))
             self._own_states.remember()
             yield batch
+
         count_empty_pass(self.loader, self._counters)
         self.end_pass()
 
@@ -250,6 +266,7 @@ class DataPosition:
         state = copy_state(state)
         self._set_fields(state)
         set_loader_counters(self.loader, self._counters)
+
         # Older states have neither "shares" nor the fields of the cut.
         shares = state.get("shares", state["size"])
         saved_fields = {name: state[name] for name in ("per_step", "sharing") if name in state}
@@ -270,6 +287,7 @@ class DataPosition:
         self._is_warm = state["warm"]
         self._counters = state["numbers"]
         self._loaded_at_end = state["at_end"]
+
         # Older states do not have these four.
         self._origin = state.get("origin")
         self._saved_order = state.get("order")
@@ -363,6 +381,7 @@ class DataPosition:
             # The first batch is read inside the block, because the sampler draws its order then.
             needs_first = reread_count > 0 or (self._offset and skips)
             first = self._read_one(iterator) if needs_first else []
+
         if not reread_count:
             return chain(first, iterator)
         read_count = self._reread(iterator, reread_count) if first else 0
@@ -373,6 +392,7 @@ class DataPosition:
                 f"the data: {self.batch} batches of the pass were consumed when it was saved, now "
                 "it has fewer; resume with the same data"
             )
+
         self._prove_order()
         return iterator
 
@@ -432,18 +452,23 @@ class DataPosition:
         if self._origin is not None:
             self.loader.load_state_dict(copy_state(self._origin))
             return self.batch, []
+
         if self._own_states.oldest is not None:
             self.loader.load_state_dict(self._own_states.oldest)
             return ahead, []
+
         if not is_map(self.loader):
             return self.batch, []
+
         # At least one batch is read again, so that the loader's counters are right.
         reread_count = self.batch if self.replay else min(self.batch, max(ahead, 1))
         skips: list[AbstractContextManager[None]] = []
         if self._offset:
             skipped_items = self._offset // cut_of(self.loader, self.shares).divisor
             skips.append(skipping_items(self.loader, 0, skipped_items, inside=True))
+
         per_call = batches_per_call(self.loader)
+
         # Of several batches that are read again, the first is the first of the pass: some loaders
         # fill up the last batch of the pass with samples of the first.
         keep = max(reread_count - 1, 0) * per_call
@@ -460,6 +485,7 @@ class DataPosition:
         """
         cut = cut_of(self.loader, self.shares)
         by_index = is_map(self.loader)
+
         # In positions of ft_ckpt 0.2.0 the offset also counts items that were yielded again.
         repeated = self._offset % saved_cut.divisor if by_index else 0
         consumed = self._offset - repeated + self.batch * saved_cut.per_step
@@ -468,17 +494,20 @@ class DataPosition:
             done = f"batches of {saved_cut.per_step} before, of {cut.per_step} now: {done}"
             if self.on_difference == "raise":
                 raise LoadError(f"the data: {done}; resume with the same batch size")
+
         if self._origin is not None:
             raise LoadError(
                 "the data: in a pass that another library's loader had begun on "
                 f"{saved_ranks} rank(s), {self.size} here; resume on as many, with the "
                 "same batch size, until the pass is done"
             )
+
         has_own_state = self._own_states.oldest is not None
         if has_own_state and shares == self.shares and not looks_ahead(self.loader):
             # The loader continues from its own state, which has the position.
             self._offset = consumed - self.batch * cut.per_step
             return [f"{done} with the next one"]
+
         self._last = self._start
         self._own_states.clear()
         self._saved_order = None
@@ -486,6 +515,7 @@ class DataPosition:
         if self._is_over or self._has_ended(consumed, by_index=by_index):
             self._move_to_end(consumed, cut)
             return [f"{done} after its end", *notes]
+
         continuation = continue_after(consumed, cut, by_index=by_index)
         self.batch = continuation.batch
         self._offset = continuation.offset
@@ -493,6 +523,7 @@ class DataPosition:
         if cut.unit == "samples":
             # Not below 0: a batch without a first dimension was counted as one sample.
             self.samples = max(0, self.samples - continuation.repeated)
+
         return [f"{done} {continuation.text}", *notes]
 
     def _move_to_end(self, consumed: int, cut: DataCut) -> None:

@@ -120,11 +120,13 @@ class DataPositions:
         if not waiting:
             self._slots.append(_FeedSlot(None))
             return self._slots[-1]
+
         about = describe_data(loader)
         alike = []
         for slot in waiting:
             if slot.state is not None and slot.state.get(_ABOUT, about) == about:
                 alike.append(slot)
+
         if not alike and len(self._slots) > 1:
             warn(
                 f"loader of {about[0]} with {about[1]} samples: no loader of the checkpoint had "
@@ -138,6 +140,7 @@ class DataPositions:
                 "the same data for an exact resume"
             )
             report_difference(problem, on_difference)
+
         return alike[0] if alike else waiting[0]
 
 

@@ -129,6 +129,7 @@ def stop_on_signal() -> Iterator[threading.Event]:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             previous[number] = signal.signal(number, on_signal)
+
     try:
         yield stop
     finally:

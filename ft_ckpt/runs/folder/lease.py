@@ -104,6 +104,7 @@ class RunLease(ExclusiveLease):
                 if self._put_first():
                     break
                 continue
+
             if self.token in text:  # this process has written it, and the answer was lost
                 break
             facts = parse_mark(text)
@@ -113,6 +114,7 @@ class RunLease(ExclusiveLease):
                 )
                 self._take_over()
                 break
+
             if watched is None:
                 _refuse_if_alive(self.store, facts)
                 watched = text
@@ -124,7 +126,9 @@ class RunLease(ExclusiveLease):
                 LOG.warning(_EXPIRED, self.store.url, holder_of(facts), LEASE_SECONDS)
                 self._take_over()
                 break
+
             time.sleep(LEASE_SECONDS / _POLLS)
+
         self.begin(RENEW_SECONDS)
 
     def renew(self) -> None:
@@ -223,6 +227,7 @@ def lease_run(directory: Place, user: object) -> RunLease:
     if store.local_folder is not None:
         with explained(store.local_folder):
             make_folder(store.local_folder)
+
     # The mark need not reach the disk, because a power cut ends the process too. Renewals must not
     # make a deleted folder again.
     store = store.unsynced

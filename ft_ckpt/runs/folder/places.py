@@ -61,6 +61,7 @@ def try_bucket(store: Store) -> None:
         raise
     except CheckpointError as error:
         raise TargetError(f"{store.url}: {_why_unwritable(store)} ({error})") from error
+
     failed = [
         f"{ability.name}: {ability.detail}"
         for ability in abilities
@@ -70,6 +71,7 @@ def try_bucket(store: Store) -> None:
         raise TargetError(
             f"{store.url}: can be written, but not read or listed ({listing(failed)})"
         )
+
     if not all(ability.works for ability in abilities):
         warn(
             f"{store.url}: the store ignores conditional writes, so two runs that save the same "
@@ -136,11 +138,13 @@ def open_run_places(
                 "the saver its directory"
             )
         return RunPlaces()
+
     place = directory.absolute
     if config.staging is not None and place.is_local:
         raise ConfigError(
             f"staging={str(config.staging)!r}: {place} is on a disk itself; leave staging out"
         )
+
     check_directory(place, config, is_main=is_main())
     if config.staging is None:
         return RunPlaces(place)
@@ -165,6 +169,7 @@ def _claim_upload_folder(upload_folder: Place, directory: Place) -> None:
             f"{upload_folder}: holds checkpoints that were not staged there; `ft-ckpt sync "
             f"{upload_folder} {url}` brings them to the bucket; use an empty folder"
         )
+
     try:
         store.write(_CLAIM, url.encode(), create_only=True)
     except NameTakenError:
@@ -190,11 +195,13 @@ def refuse_replacing(target: Place, has_state: bool, run_ids: Collection[str] | 
         manifest = load_manifest(target.folder)
     except ManifestError:
         return  # there is no checkpoint, or a damaged one
+
     if has_training_state(manifest) and not has_state:
         raise TargetError(
             f"{target}: holds training state, which a save of weights alone would delete; save to "
             "another path"
         )
+
     if run_ids is not None and manifest.run_id is not None and manifest.run_id not in run_ids:
         raise TargetError(
             f"{target}: belongs to another run, {manifest.run_id[:6]}; use another directory, "

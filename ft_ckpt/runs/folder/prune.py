@@ -151,6 +151,7 @@ def _plan_as_if_saved(
         if checkpoint.path in newest_reasons:
             guards = (*guards, newest_reasons[checkpoint.path])
         guarded.append(dataclasses.replace(checkpoint, guards=guards))
+
     next_number = 1 + max((checkpoint.number for checkpoint in checkpoints), default=0)
     coming = HeldCheckpoint(
         path="\0",  # a path that no checkpoint has
@@ -207,6 +208,7 @@ def _run_plan(
     except (CheckpointError, OSError) as error:
         problem = f"{root}: cannot be listed ({error}); no further checkpoint was deleted"
         return PruneReport(problems=(problem,))
+
     report = _prune_report(plan, outcomes)
     for path in report.dropped:
         LOG.info("deleted %s", location_name(path))
@@ -231,6 +233,7 @@ def _prune_report(plan: PrunePlan, outcomes: list[Removal | str]) -> PruneReport
         if removal.why:
             kept[removal.path] = removal.why
         unlisted += removal.left
+
     return PruneReport(
         kept=kept,
         dropped=tuple(removal.path for removal in removals if removal.dropped),
@@ -250,10 +253,12 @@ def _dry_report(run: RunFolder, plan: PrunePlan) -> PruneReport:
         if path in infos:
             store = infos[path].store
             freed_bytes += run.releasable(store, manifest_files(store, MANIFEST_NAME))
+
     for path in plan.strip:
         if path in infos:
             manifest = infos[path].manifest
             kept = {file.path for file in without_state(manifest).files}
             files = {file.path for file in manifest.files}
             freed_bytes += run.releasable(infos[path].store, files - kept)
+
     return PruneReport(plan.keep, plan.drop, plan.strip, freed_bytes)

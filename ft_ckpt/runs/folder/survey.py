@@ -42,6 +42,7 @@ def survey(run: RunFolder, protect: Iterable[Place]) -> list[HeldCheckpoint]:
             checkpoint = _held_checkpoint(run, info, links, protected)
             if checkpoint is not None:
                 checkpoints.append(checkpoint)
+
     return checkpoints
 
 
@@ -62,6 +63,7 @@ def _held_checkpoint(
         if store.stat(MANIFEST_NAME) is None:  # it was deleted after it was listed
             return None
         valid = False
+
     guards = []
     if store.identity in links:
         guards.append(f"linked from {links[store.identity]}")

@@ -54,6 +54,7 @@ def changed_flags(document: Mapping[str, Any], sources: Mapping[Key, Source]) ->
             now_frozen.append(label)
         elif requires_grad and not was_trained:
             now_trained.append(label)
+
     sentences = []
     for labels, before, now in (
         (now_frozen, _TRAINED, _FROZEN),
@@ -62,6 +63,7 @@ def changed_flags(document: Mapping[str, Any], sources: Mapping[Key, Source]) ->
         if labels:
             change = f"{before} when it was saved, {now} now (requires_grad)"
             sentences.append(f"{listing(labels, ', ')}: {change}")
+
     return sentences
 
 

@@ -66,6 +66,7 @@ def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
     for name, value in registered.items():
         if name != "model":
             registered_names[bare_identity(value)] = name
+
     # name, object and series of each item
     objects: list[tuple[str, Any, str]] = []
     prepared_ids: set[int] = set()
@@ -76,9 +77,11 @@ def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
             objects.append((registered_names[identity], value, ""))
         else:
             objects.append((name, value, _series_of(name)))
+
     for name, value in registered.items():
         if name != "model" and bare_identity(value) not in prepared_ids:
             objects.append((name, value, ""))
+
     _refuse_item_names([name for name, _, _ in objects], registered)
     return [Item(name, _item_kind(name, value), value, series) for name, value, series in objects]
 
@@ -162,9 +165,11 @@ def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[t
         if main is None or bare_identity(model) != bare_identity(main):
             objects.append((f"model_{number}", model))
             number += 1
+
     objects += _numbered("optimizer", getattr(accelerator, "_optimizers", ()))
     objects += _numbered("scheduler", getattr(accelerator, "_schedulers", ()))
     engine_wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
+
     # Without Accelerate, the main model may itself be DeepSpeed's engine.
     engine = main if engine_wrapper is None else engine_wrapper.engine
     counters = engine_counters(engine)

@@ -44,10 +44,12 @@ def object_signatures(
     if "model" in by_series and "model" not in registered:
         saved_model = Item("", "model", main_model(accelerator, registered), "model")
         by_series["model"].insert(0, saved_model)
+
     numbered_items: list[Item] = []
     for series, items in by_series.items():
         if series and len(items) > 1:
             numbered_items += items
+
     sources = sources_of_run() if numbered_items else {}
     signatures: dict[str, str] = {}
     names_by_signature: dict[str, list[str]] = {}
@@ -55,15 +57,18 @@ def object_signatures(
         signature = f"{item.series} {_object_signature(item, sources)}"
         signatures[item.name] = signature
         names_by_signature.setdefault(signature, []).append(item.name or "model")
+
     problems = []
     for names in names_by_signature.values():
         if len(names) > 1:
             problems.append(f"{', '.join(names)}: differ in their order alone")
+
     if problems:
         raise ConfigError(
             f"{listing(problems)}; name them, so that they are not confused when the order "
             "changes: saver.register(policy=..., value=...)"
         )
+
     return signatures
 
 
@@ -82,15 +87,18 @@ def items_in_saved_order(
     live = object_signatures(
         accelerator, registered, lambda: run_sources(walk_models(model, items), items)
     )
+
     # the saved names of objects that now have another name, by signature
     saved_names: dict[str, str] = {}
     for name, signature in saved.items():
         if live.get(name) != signature:
             saved_names[signature] = name
+
     new_names: dict[str, str] = {}
     for name, signature in live.items():
         if saved.get(name) != signature and signature in saved_names:
             new_names[name] = saved_names[signature]
+
     if "" in new_names or "" in new_names.values():
         changes = []
         for name, saved_name in new_names.items():
@@ -99,6 +107,7 @@ def items_in_saved_order(
             f"{listing(changes)}: prepared in another order; prepare them as before, or say which "
             "one is saved: saver.register(model=...)"
         )
+
     return [replace(item, name=new_names.get(item.name, item.name)) for item in items]
 
 

@@ -68,6 +68,7 @@ def digest_of_model(model: nn.Module) -> ModelDigest:
             is_whole = False
         if source.sharding.is_sharded:
             is_whole = False
+
     digests = digests_of(local)
     digests_by_name = [(name, digests.get(name, "")) for name in sources]
     bits = xxhash.xxh3_128_hexdigest(repr(digests_by_name).encode())

@@ -93,12 +93,14 @@ def _right_argument(value: Any) -> str:
             f"the folder comes second, CheckpointSaver(accelerator, {folder}); without Accelerate, "
             f"CheckpointSaver(directory={folder})"
         )
+
     if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
         name = "model" if isinstance(value, nn.Module) else "optimizer"
         return (
             "without Accelerate, CheckpointSaver(directory=...) and then "
             f"saver.resume({name}={name}, ...) or saver.register({name}={name}, ...)"
         )
+
     if isinstance(value, (int, Every)) and not isinstance(value, bool):
         return "a schedule is every=, as every=500"
     if isinstance(value, (SaverConfig, Mapping)):
@@ -109,6 +111,7 @@ def _right_argument(value: Any) -> str:
             "ft_ckpt.integrations.trainer.checkpointed(Trainer)(...); for a saver of its own, pass "
             "trainer.accelerator"
         )
+
     if hasattr(value, "save_pretrained"):
         return "a tokenizer is tokenizer="
     return (

@@ -58,15 +58,18 @@ class SignalWatch:
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}
         self._is_closed = False
+
         # reentrant, because a signal may interrupt `close`
         self._lock = threading.RLock()
         numbers = [signal.Signals[name] for name in names]
         if threading.current_thread() is not threading.main_thread():
             self.note = "signals are not watched: only the main thread can, and this is another"
             return
+
         for number in numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
+
         _watches.add(self)
 
     def close(self) -> None:

@@ -46,35 +46,47 @@ class TrainingRun:
         self.accelerator = accelerator
         self.config = config
         self.objects = RunObjects(accelerator)
+
         # names of changing state that checkpoints of the run do not have, for reports
         self.unsaved: list[str] = []
+
         # optimizer steps done
         self.step = 0
+
         # whether `note_step` was called
         self.has_begun = False
+
         # positions in the data loaders
         self.feeds = DataPositions()
         self.run_id = uuid.uuid4().hex
+
         # ids of the runs that this one branched off
         self._ancestors: set[str] = set()
         self.resumed_from: Place | None = None
+
         # when that checkpoint was saved, as its manifest has it
         self.resumed_moment = ""
+
         # the version that was published last; up to date on rank 0 only
         self.published: str | None = None
+
         # the outcome of the resume
         self.report = RestoreReport()
+
         # names of items that a resume of this run left unrestored, as `allow` permits
         self._unrestored: set[str] = set()
+
         # steps, saves and measurements, from which the schedule decides
         self.history = schedule.begin_history(0, 0, time.monotonic())
         self.poll = ClockPoll(config.every)
         self.steps = StepWatch()
+
         # whether gradients were pending after the last batch
         self._is_unfinished = False
         self.base = BaseWatch(config.attribute)
         self.reminder = StepReminder(config.every, self.steps)
         self.metrics = MetricWatch(config.rankings)
+
         # metrics of the last step
         self.last_metrics: dict[str, float] = {}
 
@@ -182,6 +194,7 @@ class TrainingRun:
         self.history = schedule.begin_history(
             self.step, progress["epoch"], time.monotonic(), document["history"]
         )
+
         # What the script has trained before this resume does not count.
         self._is_unfinished = False
         self.last_metrics = {}

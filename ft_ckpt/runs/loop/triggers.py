@@ -170,6 +170,7 @@ class Recorder:
             record = Path(self._rehearsal.record)
             store = _store_of(record)
             store.write(record.name, store.read(record.name) + line.encode())
+
         self._batches = None
         if number >= self._rehearsal.steps:
             save(Path(self._rehearsal.directory) / END)
@@ -177,6 +178,7 @@ class Recorder:
             return
         elif not is_saved:
             save(None)
+
         sys.exit(0)
 
 

@@ -31,11 +31,13 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
             for key, entry in entries.items():
                 if key not in merged_entries:
                     merged_entries[key] = {**entry, "rank": rank} if rank else entry
+
     merged = {**first, "state": state}
     ranks_by_setting: dict[str, list[int]] = {}
     for rank, description in enumerate(descriptions):
         for setting in _differing_settings(description, merged):
             ranks_by_setting.setdefault(setting, []).append(rank)
+
     if ranks_by_setting:
         merged["differing"] = ranks_by_setting
     return merged

@@ -31,6 +31,7 @@ def state_entry(key: Any, value: Any, parameter: Any, owner: Source) -> tuple[En
         problem = _tensor_problem(value, owner, parameter)
         problems = [] if problem is None else [f"{key}: {problem}"]
         return _tensor_entry(value, parameter, owner), problems
+
     plain = encode_if_plain(value)
     if plain is not None:
         return plain, []
@@ -42,6 +43,7 @@ def state_entry(key: Any, value: Any, parameter: Any, owner: Source) -> tuple[En
             problem = _tensor_problem(leaf.data, owner, parameter)
             if problem is not None:
                 problems.append(f"{key}: {problem}")
+
     return {"tree": encode_node(node), "leaves": entries}, problems
 
 
@@ -62,6 +64,7 @@ def entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
         is_replicated = "rank" not in entry and not is_run
         sharding = OwnedSharding(shape, entry.get("rank", 0), is_replicated)
         local = None if value is None else value.detach()
+
     source = held_source(name, owner.raw_name, shape, engine, sharding, dtype, value)
     return source.holding(local)
 

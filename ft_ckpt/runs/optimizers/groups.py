@@ -64,6 +64,7 @@ def match_groups(
     live_names = set().union(*names_of_groups)
     stored_names = set().union(*stored_groups)
     problems = _group_differences(live_names, stored_names, names_with_state, sources)
+
     # the parameters that both sides have, in each live group and in each stored group
     common_live = [live_names & stored_names & set(names) for names in names_of_groups]
     common_stored = [names & live_names for names in stored_groups]
@@ -72,6 +73,7 @@ def match_groups(
     for index, names in enumerate(common_stored):
         if names:
             positions[frozenset(names)] = index
+
     pairs: list[GroupValues] = []
     notes: list[str] = []
     for number, (group, names) in enumerate(zip(groups, common_live, strict=True)):
@@ -88,10 +90,12 @@ def match_groups(
                 f"parameter group {number}: its {len(names)} parameters are not "
                 "one group in the checkpoint"
             )
+
     if problems:
         raise LoadError(
             f"{listing(problems)}; resume with the model and parameter groups of the saved run"
         )
+
     return pairs, notes
 
 
@@ -166,10 +170,12 @@ def _group_differences(
     for name in (stored_names | names_with_state) - live_names:
         if name not in sources or (name in stored_names and is_trained(name)):
             only_stored.add(name)
+
     differences = []
     for name in sorted(live_names - stored_names):
         if is_trained(name):
             differences.append(f"{name}: trained here, not in the checkpoint's optimizer")
+
     for name in sorted(only_stored):
         differences.append(f"{name}: in the checkpoint's optimizer, not trained here")
     return differences

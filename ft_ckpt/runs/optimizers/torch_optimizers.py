@@ -77,6 +77,7 @@ class TorchOptimizers(OptimizerKind):
                 "not be resumed exactly; use an optimizer whose state is tensors, numbers and "
                 "containers of them, or save without its state"
             )
+
         description: Description = {
             "class": type(optimizer).__name__,
             "groups": groups,
@@ -110,6 +111,7 @@ class TorchOptimizers(OptimizerKind):
                             f"{name}/{label}: the name of two tensors; rename a key of the state"
                         )
                     tensors[f"{name}/{label}"] = entry_source(owner, label, leaf, tensor)
+
         refuse_missing_state(optimizer, missing)
         return tensors
 
@@ -143,10 +145,12 @@ class TorchOptimizers(OptimizerKind):
             other_state = unpack(description["beside"])
         optimizer.state.clear()
         optimizer.state.update({**state, **other_state})
+
         # A run under ZeRO has stored master weights, which are more exact than half-precision ones.
         for name, dtype in description.get("masters", {}).items():
             if sources[name].dtype == dtype_of(dtype):
                 fill(replace(sources[name], name=f"{name}/master"))
+
         set_groups(groups)
         described: set[str] = set()
         for group in description["groups"]:
@@ -165,13 +169,16 @@ class TorchOptimizers(OptimizerKind):
                 f"its {name!r} is an optimizer with state of its own; register that one in its "
                 "place, or give both one `state`"
             )
+
         if not problems and type(optimizer).state_dict is not Optimizer.state_dict:
             other_keys = [key for key in optimizer.state_dict() if key not in _STATE_DICT_KEYS]
             problems += [f"its state dict has {key!r} too" for key in other_keys]
+
         try:
             pack(_other_state(optimizer), _BESIDE)
         except SelectionError as error:
             problems.append(str(error))
+
         for number, group in enumerate(optimizer.param_groups):
             problems += unsaveable_settings(number, group)
         return problems
@@ -240,6 +247,7 @@ def _describe_state(
                 entry, reasons = state_entry(key, value, parameter, source)
                 problems += [f"{source.name}: {reason}" for reason in reasons]
                 state[source.name][key] = entry
+
     return state, problems
 
 
@@ -251,6 +259,7 @@ def _restored_state(
     for name, entries in description["state"].items():
         owner = sources[name]
         parameter = parameter_of(owner)
+
         # The tensors in an FSDP1 flat parameter share one state.
         state = by_parameter.setdefault(parameter, {})
         for key, entry in entries.items():
@@ -263,6 +272,7 @@ def _restored_state(
                 state[key] = build_value(entry, empty)
             for (label, leaf), tensor in zip(leaves, tensors_of_value(state[key]), strict=True):
                 fill(entry_source(owner, label, leaf, tensor))
+
     return by_parameter
 
 

@@ -117,6 +117,7 @@ def set_setting(group: dict[str, Any], key: str, stored: Mapping[str, Any]) -> N
     if "tensor" in stored and isinstance(live, Tensor):
         live.fill_(decode_value(stored["value"]))
         return
+
     parameter = next(iter(group["params"]), None)
     was_on_host = stored.get("device", "cpu") == "cpu"
     device = "cpu" if was_on_host or parameter is None else parameter.device
@@ -126,6 +127,7 @@ def set_setting(group: dict[str, Any], key: str, stored: Mapping[str, Any]) -> N
             live.copy_(value)
             return
         value = value.to(live.device)
+
     group[key] = value
 
 

@@ -134,6 +134,7 @@ def _choose(request: ResumeRequest, damaged: DamagedCheckpoints, stack: ExitStac
         folder = find_foreign_folder(request.place)
         if folder is not None:
             return Choice(new_run_id=uuid.uuid4().hex, foreign_folder=folder)
+
     listings: list[Listing] = []
     for run_folder in request.places.folders:
         recover_all(run_folder)  # finishes or undoes saves whose process was killed
@@ -143,17 +144,20 @@ def _choose(request: ResumeRequest, damaged: DamagedCheckpoints, stack: ExitStac
         else:
             listings.append(list_checkpoints(run_folder))
             listings[-1].warn_left_out()
+
     infos: list[CheckpointInfo] = []
     for listed in listings:
         infos += listed.checkpoints
     if request.places.directory is not None:
         infos = in_run_order(infos)
         warn_of_other_runs(request.places.directory, infos, request.mode)
+
     resume_point = open_newest(request, infos, damaged, stack)
     if resume_point is None:
         if request.mode == "auto":
             _refuse_damaged(listings)
         return Choice()
+
     checkpoint = resume_point.checkpoint
     return Choice(
         checkpoint_id_of(checkpoint),
@@ -226,16 +230,19 @@ def open_newest(
             kind = UnreadableError if are_transient(problems) else CorruptError
             raise kind(f"{listing(problems)}; {advice}")
         warn(f"{listing(problems)}; damaged, trying an older one")
+
     if candidates:
         raise CorruptError(
             f"{request.places.directory}: none of its {len(candidates)} checkpoints is whole (see "
             "the warnings); resume('never') begins afresh, in a folder of its own"
         )
+
     if mode == "must":
         raise NotACheckpointError(
             f"{request.places.directory}: no checkpoint with training state in it; use "
             "resume('auto') to begin"
         )
+
     return None
 
 
@@ -274,10 +281,12 @@ def _named_checkpoint(request: ResumeRequest, infos: Sequence[CheckpointInfo]) -
             f"{listing(names, ', ') or 'none'}. Expected 'auto', 'must', 'never', the name of one "
             "of these, or a path"
         )
+
     if not has_training_state(read_manifest(place)):
         raise NotACheckpointError(
             f"{place}: holds weights and no training state; ft_ckpt.load_model reads them"
         )
+
     return place
 
 
@@ -303,6 +312,7 @@ def _open_intact_copy(
             return resume_point, ()
         text = f"{place}: {listing(problems_of_copy)}"
         problems.append(Problem(text, are_transient(problems_of_copy)))
+
     transient_problems = [problem for problem in problems if problem.is_transient]
     return None, transient_problems or problems
 

@@ -105,6 +105,7 @@ def compare_state(
         outcomes += _find_misfits(matched, resume_point)
         outcomes += _compare_adapters(matched, attribute, resume_point)
         outcomes += _compare_base(matched, attribute, resume_point)
+
     what = "checking the state of resume()"
     misfits, _ = agree_on_outcomes(ranks, what, not_restored(outcomes), error=comparing.error)
     items = {item.name for item in matched.items}
@@ -127,10 +128,12 @@ def _find_misfits(matched: MatchedRun, resume_point: ResumePoint) -> list[Restor
             outcomes.append(try_restore(item.name, check))
         elif not _is_dispensable(item, document):
             outcomes.append(Restored(item.name, "absent", "not in the checkpoint"))
+
     names = {ENGINE, *(item.name for item in matched.items)}
     for name in stored_items:
         if name not in names:
             outcomes.append(Restored(name, "absent", "in the checkpoint, not in this run"))
+
     return list(not_restored(outcomes))
 
 

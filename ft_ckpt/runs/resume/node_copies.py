@@ -68,9 +68,11 @@ def _send_checkpoint(access: RankAccess, ranks: Ranks, stack: ExitStack) -> Loca
     with measuring.deferring_error():
         if checkpoint is not None:
             header = {"token": uuid.uuid4().hex, "sizes": _file_sizes(checkpoint)}
+
     agreed = ranks.agree("sending the checkpoint of resume()", header, measuring.error)
     token: str = agreed.result["token"]
     sizes: dict[str, int] = agreed.result["sizes"]
+
     # Each rank without the checkpoint makes a folder. The ranks of a node then see the folders of
     # each other, and all of them take the first one.
     new_folder: LocalStore | None = None
@@ -78,6 +80,7 @@ def _send_checkpoint(access: RankAccess, ranks: Ranks, stack: ExitStack) -> Loca
     with making_folders.deferring_error():
         if needs_copy:
             new_folder = _make_folder(token, stack)
+
     ranks.agree("making folders for the checkpoint of resume()", error=making_folders.error)
     folder = None if new_folder is None else _first_with_token(new_folder, token)
     writings: dict[str, LocalWriting] = {}
@@ -86,6 +89,7 @@ def _send_checkpoint(access: RankAccess, ranks: Ranks, stack: ExitStack) -> Loca
         # The rank that made the first folder writes the copy of its node.
         if folder is not None and folder == new_folder:
             writings = _allocate(folder, sizes)
+
     ranks.agree("making room for the checkpoint of resume()", error=making_room.error)
     buffer = torch.empty(_BUFFER_BYTES + 1, dtype=torch.uint8, device=wire_device())
     copying = Outcome()
@@ -163,6 +167,7 @@ def _broadcast_files(
             if name in writings and writing.error is None:
                 with writing.deferring_error():
                     writings[name].write(start, buffer[:count].cpu().numpy().data)
+
     # Not earlier: the broadcasts need every rank, also one that cannot write.
     writing.raise_error()
     for file in writings.values():

@@ -37,6 +37,7 @@ def open_for_all(
         if ranks.is_main:
             resume_point = open_on_leader()
             id_fields = checkpoint_id_of(resume_point.checkpoint)._asdict()
+
     agreed = ranks.agree(operation, id_fields, opening.error)
     checkpoint_id = CheckpointId(**agreed.result)
     access = open_on_all_ranks(checkpoint_id, resume_point, open_place, deep, ranks, stack)

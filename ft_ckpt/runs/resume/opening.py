@@ -200,6 +200,7 @@ def verify_files(access: RankAccess, ranks: Ranks) -> Sequence[Problem]:
     files: list[FileRecord] = []
     own_digests: list[ShareDigests] = []
     digesting = Outcome()
+
     # None is an unknown total. 0 shows no bar.
     bar_total = None if ranks.shows else 0
     with track_reads(bar_total, "comparing checkpoints"):

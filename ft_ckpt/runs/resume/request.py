@@ -32,6 +32,7 @@ def parse_mode(checkpoint: Any) -> str | Place:
             "resume(%r) is resume('auto'): the newest checkpoint, or a fresh start", checkpoint
         )
         return "auto"
+
     if checkpoint is False:
         return "never"
     if isinstance(checkpoint, Place):

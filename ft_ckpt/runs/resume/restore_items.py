@@ -107,6 +107,7 @@ def restore_items(
             filler = each_reads  # because ranks have different values
         stored = StoredItem(prefix, resume_point.tensors, filler)
         outcomes.append(try_restore(item.name, partial(restore_item, item, entry, sources, stored)))
+
     return outcomes
 
 
@@ -218,9 +219,11 @@ def _wanted_of_model(live: Mapping[str, Source], stored: StoredItem) -> list[Wan
             names.append(in_checkpoint[0])
         else:
             problems.append(f"{names_of_tensor[0]}: in the model, not in the checkpoint")
+
     for name in sorted(stored_names):
         if name not in live:
             problems.append(f"{name}: in the checkpoint, not in the model")
+
     if problems:
         raise LoadError(listing(problems))
     return [stored.wanted(live[name], name) for name in names]

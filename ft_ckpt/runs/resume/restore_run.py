@@ -95,6 +95,7 @@ def _restore_on_rank(
         )
         run.feeds = rank_state.feeds
         run.restore_progress(document, checkpoint.place.folder, checkpoint.manifest.created)
+
     outcomes += [outcome for outcome in comparison.outcomes if outcome.status == "restored"]
     outcomes += rank_state.outcomes
     return RestoreReport(

@@ -47,6 +47,7 @@ def resume_run(
             if choice.checkpoint_id is None:
                 _resume_without_checkpoint(run, choice, ranks, allowed)
                 return
+
             access = open_on_all_ranks(
                 choice.checkpoint_id,
                 choice.resume_point,
@@ -58,14 +59,17 @@ def resume_run(
             problems = verify_files(access, ranks)
             if not problems:
                 break
+
             # The loop ends, because the next call of `choose_checkpoint` skips this checkpoint. It
             # raises CorruptError if there is no other, or if the user asked for this one.
             damaged.add(access.place, problems)
             stack.close()  # this closes the damaged checkpoint
+
         resume_point = copy_to_nodes(access, ranks, stack)
         matched = match_items(run, resume_point, ranks)
         comparison = compare_state(run, matched, resume_point, allowed)
         report = restore_state(run, matched, comparison, resume_point, allowed, versions)
+
         # Closing the checkpoint checks again that it was not replaced, which may fail on one rank.
         ranks.run("the end of resume()", stack.close)
         report_resume(run, report)
@@ -87,6 +91,7 @@ def _resume_without_checkpoint(
     with ranks.deferring_error() as reading:
         folder = read_foreign_folder(path, run, ranks)
         absent = folder.outcomes
+
     absent, _ = agree_on_outcomes(
         ranks, "reading the folder of resume()", absent, error=reading.error
     )

@@ -70,6 +70,7 @@ class FollowUps:
                     deletion_lock = self.uploads.deletion_lock
                 with deletion_lock:
                     prune(report.place)
+
             if not is_main:
                 return report
             jobs: dict[str, BackgroundJob[Any]] = {}
@@ -79,6 +80,7 @@ class FollowUps:
             if push_to is not None:
                 jobs["push"] = begin_push(report.place, push_to, base_id)
                 self.pushes.append(jobs["push"])
+
             if self.publisher is not None and publishes:
                 jobs["publish"] = self.publisher.begin(report.place)
             report = replace(report, follow_ups=jobs)

@@ -58,6 +58,7 @@ def _last_published(
     if version is None:
         reason = "it was saved before any version was published"
         return resumed, f"publishing {resumed.basename}: {reason}"
+
     reason = f"the run has no checkpoint of the version {version}"
     infos: list[CheckpointInfo] = []
     for folder in folders:
@@ -73,4 +74,5 @@ def _last_published(
             note = f"engines had it when {resumed.basename} was saved"
             return info.place, f"publishing {info.name}: {note}"
         reason = f"{info.name}, which has the version {version}, is damaged: {listing(problems)}"
+
     return resumed, f"publishing {resumed.basename}: {reason}"

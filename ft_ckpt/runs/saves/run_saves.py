@@ -112,6 +112,7 @@ class RunSaves:
             try_action(lambda: self._finish_uploads(MAX_EXIT_SECONDS))
             chosen_code = None if every is None else every.exit_code
             raise SystemExit(exit_code(reason, chosen_code))
+
         return report
 
     def read_until_signal(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -177,6 +178,7 @@ class RunSaves:
             run.published = self.follow_ups.publisher.version or run.published
         try:
             self.take_lease()
+
             # The writers are asked first, so that they prepare their files during the capture.
             self.writers.ask(run.step, self._current_ranks())
             captured = run.capture_state(self._current_ranks(), library_versions())
@@ -184,6 +186,7 @@ class RunSaves:
             if differing:
                 text = describe_differences(differing)
                 report_differences(text, f"step {run.step}", self._current_ranks(), config)
+
             attribute = config.attribute
             adapters = is_adapter_run(run.model, model_sources(captured.sources), attribute)
             adapters = run.base.is_left_out(
@@ -221,6 +224,7 @@ class RunSaves:
             run.history = history
             run.note_saved(reason, {})  # so that the next try comes an interval later
             raise
+
         run.metrics.warn_of_absent(_SAVES_WITHOUT_METRIC)
         cost_seconds = time.monotonic() - begun_at
         entry = replace(entry, stall_seconds=cost_seconds)
@@ -231,6 +235,7 @@ class RunSaves:
             run.history = history
             run.note_saved(reason, metrics, cost_seconds)
             entry = replace(entry, seconds=report.seconds, size_bytes=report.bytes)
+
         run.history = replace(run.history, saves=append_save(history.saves, entry))
         return report
 
@@ -266,6 +271,7 @@ class RunSaves:
                 step=step, epoch=self.run.feeds.epochs_ended
             )
             target = Place(self.places.target.folder, name)
+
         if self._current_ranks().is_main:
             # A rehearsal runs one script several times in one folder on purpose, so its runs may
             # replace the checkpoints of each other.
@@ -275,6 +281,7 @@ class RunSaves:
             refuse_replacing(target, has_state, own_ids)
             if is_of_run:
                 self.lease.check()
+
         return target.absolute
 
     def follow_up_of_save(
@@ -296,6 +303,7 @@ class RunSaves:
                 self.run.run_id,
                 self._protected_paths(),
             )
+
         return self.follow_ups.of_save(
             is_main,
             prune=prune,
@@ -337,6 +345,7 @@ class RunSaves:
             return
         folder = self.last_saved.folder
         lost: list[str] = []
+
         # After an error nothing counts as lost: the checkpoint was pruned or replaced, or the disk
         # does not answer, which fails the save itself.
         with suppress(CheckpointError):
@@ -344,6 +353,7 @@ class RunSaves:
             if missing:
                 listed = {file.path for file in load_manifest(folder).files}
                 lost = sorted((missing & listed) - {CARD_NAME})
+
         self.last_files = frozenset()  # so that a second try of the save does not warn again
         if lost:
             warn(
@@ -405,6 +415,7 @@ class RunSaves:
             error = TargetError(unfinished)
         elif unfinished:
             warn(unfinished)
+
         ranks.agree("the uploads of close()", error=error)
 
     def _upload_terms(self) -> UploadTerms:

@@ -129,6 +129,7 @@ def assemble_state(
         if item.kind == "object":
             description = _stored_tree(description)
         stored_items[item.name] = description
+
     stored_trees = []
     for owner, rank_trees in enumerate(trees):
         for name, tree in rank_trees.items():
@@ -137,6 +138,7 @@ def assemble_state(
                 source = _leaf_source(f"rank-{owner}/{name}/{index}", leaf, tensor, owner)
                 entries.append(_entry_of(source))
         stored_trees.append({name: _stored_tree(tree) for name, tree in rank_trees.items()})
+
     document = {"version": DOCUMENT_VERSION, "items": stored_items, "ranks": stored_trees}
     return TrainingState(tuple(entries), document)
 
@@ -161,6 +163,7 @@ def state_part(state: TrainingState, parts: Sequence[Part], sources: Mapping[str
         if part.kind == "adapter":
             base_parameters = [source for source in part.base.values() if source.is_parameter]
             frozen_bases.update(source.key for source in base_parameters)
+
     entries = list(state.entries)
     weights: dict[str, list[str]] = {}
     for name, source in sources.items():
@@ -171,6 +174,7 @@ def state_part(state: TrainingState, parts: Sequence[Part], sources: Mapping[str
         elif source.key not in frozen_bases or source.trainable:
             exact[source.key] = weights[name] = [FOLDER, f"weights/{name}"]
             entries.append(_entry_of(replace(source, name=f"weights/{name}")))
+
     state.document["weights"] = weights
     return Part(FOLDER, FOLDER, "state", None, tuple(entries), FILE)
 
@@ -186,10 +190,12 @@ def _item_entries(
             optimizer.optimizer, description["optimizer"], labels
         )
         return _prefixed_entries(item.name, tensors)
+
     if item.kind == "model":
         model_tensors = model_sources(sources, item.name)
         first_names = [names[0] for names in tied_names(model_tensors)]
         return _prefixed_entries(item.name, {name: model_tensors[name] for name in first_names})
+
     entries = []
     for index, leaf in enumerate(description["leaves"]):
         # Every rank stores its elements of a sharded tensor. Rank 0 stores other tensors.
@@ -200,6 +206,7 @@ def _item_entries(
             entries.append(_entry_of(source_of_leaf(name, tensor)))
         else:
             entries.append(_entry_of(_leaf_source(name, leaf, tensor, 0)))
+
     return entries
 
 

@@ -111,6 +111,7 @@ def read_document(store: Store, manifest: Manifest) -> Document:
         problems = list(_problems(record, manifest))
         if problems:
             raise CorruptError(f"{file}: {listing(problems)}; resume from another checkpoint")
+
     names = [declared.name for declared in fields(_Fields)]
     return {name: document[name] for name in names if name in document}
 
@@ -140,17 +141,20 @@ def _problems(record: _Fields, manifest: Manifest) -> Iterator[str]:
     ):
         if expected != value:
             yield f"{name}: {value!r}, expected {expected!r} as in the manifest"
+
     yield from _problem_of("history", begin_history, 0, 0, 0.0, record.history)
     if record.requires_grad is not None:  # absent in earlier versions
         problem = flags_problem(record.requires_grad)
         if problem is not None:
             yield f"{FLAGS}: {problem}"
+
     for name, entry in record.items.items():
         if "optimizer" in entry:
             description = entry["optimizer"]
             yield from _problem_of(
                 f"items.{name}", _check_optimizer, description, len(record.ranks)
             )
+
     yield from _problem_of("tensors", _check_tensors, record, manifest)
 
 
@@ -195,14 +199,17 @@ class _Optimizer:
 def _check_optimizer(description: Any, rank_count: int) -> None:
     """Raise one of _INVALID for an invalid description of an optimizer."""
     optimizer = as_record(description, _Optimizer)
+
     # Not a field of _Optimizer, because "class" cannot be the name of a field in Python.
     as_record(description["class"], str)
     for group in optimizer.groups:
         for setting in group.values.values():
             decode_setting(setting, "cpu")
+
     for entries in optimizer.state.values():
         for key, entry in entries.items():
             _check_entry(key, dict(entry), rank_count)
+
     for dtype in optimizer.masters.values():
         dtype_of(dtype)
     for value in optimizer.scaler.values():
@@ -217,6 +224,7 @@ def _check_entry(key: str, entry: Document, rank_count: int) -> None:
     if "value" in entry:
         decode_value(entry["value"])
         return
+
     tensors = tensors_of_entry(key, entry)
     for label, leaf in tensors:
         dtype_of(leaf["dtype"])
@@ -226,6 +234,7 @@ def _check_entry(key: str, entry: Document, rank_count: int) -> None:
         has_device = type(leaf["host"]) is bool
         if not (has_rank and has_device and is_dense(leaf["shape"], leaf.get("stride"))):
             raise CorruptError(f"{label}: {leaf}")
+
     if "tree" in entry:
         numbers = {*leaf_numbers(decode_node(entry["tree"]))}
         if numbers != {*range(len(tensors))}:
@@ -240,6 +249,7 @@ def _check_tensors(record: _Fields, manifest: Manifest) -> None:
     for part in manifest.parts:
         for tensor in part.tensors:
             specs[part.path, tensor.name] = (tensor.shape, tensor.dtype)
+
     problems = [
         f"weights.{name}: {list(path)} is not a tensor"
         for name, path in record.weights.items()
@@ -254,12 +264,15 @@ def _check_tensors(record: _Fields, manifest: Manifest) -> None:
             problems.append(f"{name}: missing, {expected}")
         elif shape not in (None, spec[0]) or dtype not in (None, spec[1]):
             problems.append(f"{name}: {spec[1]} {list(spec[0])}, {expected}")
+
     models = [name for name, entry in record.items.items() if entry.get("model") is True]
     prefixes_of_models = tuple(f"{name}/" for name in models)
+
     # The tensors of further models need no reference: a resume finds them by their prefix.
     for name in stored:
         if name not in references and not name.startswith(prefixes_of_models):
             problems.append(f"{name}: nothing refers to it")
+
     if problems:
         raise CorruptError(listing(problems))
 
@@ -272,14 +285,17 @@ def _references(record: _Fields) -> Iterator[tuple[str, _StoredSpec]]:
     for path in record.weights.values():
         if path[:1] == (FOLDER,):
             yield path[-1], _ANY_SPEC
+
     for name, values in record.apart.items():
         for rank_number in values:
             yield f"rank-{rank_number}/{name}", _ANY_SPEC
+
     for item, entry in record.items.items():
         if "optimizer" in entry:
             yield from _references_of_optimizer(item, entry["optimizer"])
         elif entry.get("model") is not True:
             yield from _references_of_tree(item, entry)
+
     for rank, trees in enumerate(record.ranks):
         for name, entry in trees.items():
             yield from _references_of_tree(f"rank-{rank}/{name}", entry)

@@ -69,10 +69,12 @@ def local_state(
             description, tensors = flatten_tree(state, item.name, digest)
             descriptions[item.name] = description
             leaves[item.name] = tensors
+
     labels = labelled_sources(sources)
     for optimizer in optimizers_among(items):
         description = optimizer.kind.describe(optimizer.optimizer, labels)
         descriptions[optimizer.name] = {"optimizer": description}
+
     for name, tree in rank_trees.items():
         trees[name], leaves[name] = flatten_tree(tree, name, False)
     return LocalState(descriptions, trees, leaves)
@@ -115,6 +117,7 @@ def exchange_descriptions(
         return local.items, trees
     descriptions = {name: local.items.get(name) for name in differing}
     agreed = ranks.agree("the state of save_state()", descriptions, decide=_merge_descriptions)
+
     # Rank 0 gets the values of all ranks. The others get no values, and take the shapes from "own".
     objects_of_ranks = [_unlike_first(value, agreed.values[0]) for value in agreed.values]
     if not objects_of_ranks:
@@ -128,6 +131,7 @@ def exchange_descriptions(
         for name, description in agreed.result["items"].items():
             if "leaves" in description:
                 merged_items[name] = local.items[name]
+
     return merged_items, all_trees
 
 
@@ -146,6 +150,7 @@ def _compare_summaries(values: Values) -> Document:
         digests = {value["digests"].get(name) for value in values}
         if len(digests) > 1:
             differing.append(name)
+
     return {
         "differing": differing,
         "same_names": len({value["names"] for value in values}) == 1,
@@ -211,6 +216,7 @@ def check_same_items(kinds_of_ranks: Sequence[Mapping[str, str]]) -> None:
                 for kind, ranks in ranks_by_kind.items()
             ]
             problems.append(f"{name}: {', '.join(kinds_in_words)}")
+
     if problems:
         raise RanksDisagreeError(
             f"{listing(problems)}; register the same objects on every rank, not under `if "

@@ -45,6 +45,7 @@ def run_fingerprint(
         settings[f"loader {index}: batch size"] = batch_size
         _, sample_count = describe_data(loader)
         settings[f"loader {index}: samples"] = sample_count
+
     for name, version in versions.items():
         settings[f"version of {name}"] = version
     return {name: value for name, value in settings.items() if value is not None}

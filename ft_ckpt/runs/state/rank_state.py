@@ -76,12 +76,14 @@ def capture_rank_state(
     if hasattr(accelerator, "step"):
         trees[_STEPS] = int(accelerator.step)
         trees[_SYNC] = is_between_steps
+
     if not is_between_steps:
         for item in optimizers_among(items):
             if item.kind.is_accumulating(item.optimizer):
                 raise SelectionError(
                     "gradients: DeepSpeed does not expose them; save when the optimizer has stepped"
                 )
+
     if not is_between_steps or steps.is_pending(models.values):
         trees[_GRADIENTS] = {name: pending_gradients(model) for name, model in models.items()}
     return trees
@@ -123,6 +125,7 @@ def read_rank_state(
         trees[name] = tree
         if problems:
             failed.append(Restored(_item_of_tree(name, is_feed), "failed", listing(problems)))
+
     if {*feed_names} != {f"{_FEED}-{number}" for number in range(len(feed_names))}:
         failed.append(Restored("data", "failed", f"places of {listing(feed_names, ', ')}"))
     if _RANDOM not in names:
@@ -158,11 +161,13 @@ def restore_rank_state(
         # Earlier versions of ft_ckpt stored no _SYNC: there, gradients mean an unfinished step.
         is_between_steps = trees.get(_SYNC, _GRADIENTS not in names)
         accelerator.gradient_state._set_sync_gradients(is_between_steps)
+
     for model in models.values():
         restore_gradients(model, {})
     if _has_gradients(document):
         gradients = tree_of_rank(document, stored, ranks.rank, _GRADIENTS)
         outcomes.append(_restore_gradients(models, gradients, saved_ranks, ranks))
+
     problems = restore_generators(trees[_RANDOM])
     outcomes.append(Restored(_RANDOM, "failed" if problems else "restored", "; ".join(problems)))
     if saved_ranks != ranks.size:
@@ -171,6 +176,7 @@ def restore_rank_state(
             f"the same; ranks 0 to {min(saved_ranks, ranks.size) - 1} go on with their random "
             "numbers, further ones with new ones"
         )
+
     if ranks.rank >= saved_ranks:
         _reseed_new_rank(ranks.rank)
     return RankState(feeds, outcomes, notes)

@@ -45,6 +45,7 @@ def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Te
                 content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
                 state.update(content.numpy().data)
         description["digest"] = state.hexdigest()
+
     return description, tensors
 
 

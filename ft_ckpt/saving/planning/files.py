@@ -91,6 +91,7 @@ def plan_part(
         # file, whose error names all tensors that cannot be stored.
         _lay_out_file(list(specs.values()), tensor_format, part)
         raise
+
     if len(files) == 1:
         return PartPlan(part, format_name, tuple(files), index_path, None, separate)
     totals = {
@@ -155,15 +156,18 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
     for file in part_plan.files:
         with closing(tensor_format.open_file(store.open(file.path))) as opened_file:
             written.update(opened_file.specs)
+
     if written == expected:
         return
     problems: list[str] = []
     for name in expected:
         if name not in written:
             problems.append(f"{name}: in the model, not in the file")
+
     for name in written:
         if name not in expected:
             problems.append(f"{name}: in the file, not in the model")
+
     for name, spec in expected.items():
         in_file = written.get(name, spec)
         if in_file != spec:
@@ -171,6 +175,7 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
                 f"{name}: {in_file.dtype} {in_file.shape} in the file, {spec.dtype} "
                 f"{spec.shape} in the model"
             )
+
     if problems:
         raise IncompleteError(f"{listing(problems)}; nothing is committed")
 

@@ -69,15 +69,18 @@ def _plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
     state = request.run_state
     tensors = ModelTensors(request.model) if state is None else state.tensors
     sources = tensors.sources() if state is None else state.sources
+
     # A state dict has no requires_grad, and rank 0 alone has one. So frozen tensors are found
     # before it replaces the live tensors: then all ranks plan the same files.
     frozen_keys = set()
     for source in sources.values():
         if source.is_parameter and not source.trainable:
             frozen_keys.add(source.key)
+
     if request.state_dict is not None:
         sources = from_state_dict(request.state_dict, sources, ranks)
     parts = _parts_to_save(request, tensors, sources)
+
     # Checkpoints can share the files of plain formats. A merged model is an export, which shares
     # none.
     can_link = format_named(request.format).is_plain and request.merge is None
@@ -97,6 +100,7 @@ def _plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
             stored_sources += entry.sources
         if part.base:
             samples[part.name] = sample_elements(identifying_tensors(part), ranks.rank)
+
     return SavePlan(
         request,
         tuple(plans),
@@ -113,6 +117,7 @@ def _parts_to_save(
 ) -> list[Part]:
     """Return the parts of the checkpoint, including the state of a run."""
     state = request.run_state
+
     # Entries of the model's state dict that are no tensors. In the checkpoint of an adapter's run,
     # the state of the run has them.
     not_tensors: dict[str, Any] = {}
@@ -120,6 +125,7 @@ def _parts_to_save(
         for name, added in tensors.added().items():
             if not isinstance(added.value, Tensor):
                 not_tensors[name] = added.value
+
     parts = parts_of(
         request.model,
         sources,
@@ -136,6 +142,7 @@ def _parts_to_save(
         parts = replicas.take_first_values(parts, request.differing)
         if state is not None:
             state.document["differing"] = sorted(request.differing)
+
     adapted_modules = {id(part.module): part.module for part in parts if part.kind == "adapter"}
     for module in adapted_modules.values():
         refuse_merged(module)

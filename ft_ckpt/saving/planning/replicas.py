@@ -79,11 +79,13 @@ def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, Repli
         local = source.local
         if local is not None:
             local_parts[name] = local
+
     bits = digests_of(local_parts)
     digests = {}
     for name, sharding in shardings.items():
         is_stored = bool(sharding.boxes(rank))
         digests[name] = ReplicaDigest(box_key(sharding, rank), bits.get(name, ""), is_stored)
+
     return digests
 
 
@@ -124,6 +126,7 @@ def differing_replicas(
     for name, digest in digests.items():
         if digest.box in boxes:
             digests_to_compare[name] = [*astuple(digest)]
+
     agreed = ranks.agree(
         "the comparison of replicas", {"digests": digests_to_compare}, decide=_find_differences
     )
@@ -131,6 +134,7 @@ def differing_replicas(
     for name, box_by_rank in agreed.result.items():
         # JSON has made strings of the ranks.
         differences[name] = {int(rank): box for rank, box in box_by_rank.items()}
+
     return differences
 
 
@@ -142,6 +146,7 @@ def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
         for name, fields in answer["digests"].items():
             digest = ReplicaDigest(*fields)
             replicas.setdefault((name, digest.box), []).append((rank, digest))
+
     differences: dict[str, dict[int, str | None]] = {}
     for (name, box), by_rank in replicas.items():
         _, stored_digest = by_rank[0]
@@ -153,6 +158,7 @@ def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
             if digest.bits != stored_digest.bits:
                 box_by_rank = differences.setdefault(name, {})
                 box_by_rank[rank] = box if digest.bits else None
+
     as_json = {}
     for name, box_by_rank in differences.items():
         as_json[name] = {str(rank): box_by_rank[rank] for rank in sorted(box_by_rank)}
@@ -189,6 +195,7 @@ def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Par
             for name, source in _named_sources(part, entry):
                 if name in differing:
                     keys.add(source.key)
+
     new_parts = []
     for part in parts:
         entries = []
@@ -198,6 +205,7 @@ def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Par
             else:
                 entries.append(entry)
         new_parts.append(replace(part, entries=tuple(entries)))
+
     notes = (*new_parts[0].notes, difference_note(differing))
     new_parts[0] = replace(new_parts[0], notes=notes)
     return new_parts

@@ -75,6 +75,7 @@ def sidecars_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -
     for plan in plans:
         reserved.add(plan.index_path)
         reserved.update(file.path for file in plan.files)
+
     extras = _encode_extra_files(request.extra_files, reserved)
     parts_with_config = [plan.part for plan in plans if plan.part.kind in ("model", "adapter")]
     notes: list[str] = []
@@ -93,6 +94,7 @@ def sidecars_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -
             chat_template_name=request.chat_template_name,
         )
         files |= _in_folder_of(part, files_made_by(write))
+
     if request.tokenizer is not None and not parts_with_config:
         notes.append("tokenizer: not written, because no saved module has a config")
     elif request.tokenizer is not None:
@@ -100,6 +102,7 @@ def sidecars_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -
         for part in parts_with_config:
             files |= _in_folder_of(part, contents)
         notes += notes_on_classes(request.tokenizer)
+
     classes = {}
     for plan in plans:
         module = plan.part.module
@@ -109,6 +112,7 @@ def sidecars_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -
             files[path_in(plan.part, EXTRA_FILE)] = extra.encode()
         if plan.index is not None:
             files[plan.index_path] = plan.index.encode()
+
     document = None if request.run_state is None else request.run_state.document
     return Sidecars({**files, **extras}, bases, classes, document, tuple(notes))
 
@@ -135,12 +139,14 @@ def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) ->
         raise ConfigError(
             f"extra_files: {', '.join(named)}: expected plain paths inside the checkpoint"
         )
+
     refused = sorted(reserved & files.keys())
     if refused:
         raise ConfigError(
             f"extra_files: {', '.join(refused)}: a file of the checkpoint "
             "itself; choose another name"
         )
+
     kinds = (str, bytes, bytearray, memoryview)
     wrong = [path for path, content in files.items() if not isinstance(content, kinds)]
     if wrong:

@@ -193,11 +193,13 @@ class WritePlan:
     def tensors_for(self, rank: int) -> dict[int, Source]:
         """Return by key the tensors that `rank` compares, or of which it writes elements."""
         tensors: dict[int, Source] = {}
+
         # Rank 0 compares tied tensors. If these are sharded, it needs the elements of all ranks.
         if rank == 0 or self.mode is Mode.SHARED:
             for first, second in self.ties:
                 tensors[first.key] = first
                 tensors[second.key] = second
+
         for writes in self.files:
             if self.mode is not Mode.SHARED and rank != writes.writer:
                 continue
@@ -205,6 +207,7 @@ class WritePlan:
                 if _writes_elements(rank, writes, cuts):
                     for source in entry.sources:
                         tensors[source.key] = source
+
         return tensors
 
     @property
@@ -339,6 +342,7 @@ def _tensor_cuts(entry: Entry, start: int, step: int) -> TensorCuts:
             return GATHERED
         lead = step - start % step
         return (Cut(start=start, stop=stop, chunk=step, lead=lead, owner=start // step),)
+
     runs = sharding.runs
     if not runs or (source.shape != entry.shape and source.numel != numel):
         return GATHERED
@@ -360,4 +364,5 @@ def _tensor_cuts(entry: Entry, start: int, step: int) -> TensorCuts:
             )
         )
         run_start = run_stop
+
     return tuple(cuts)

@@ -101,6 +101,7 @@ def compare_digests(records: Iterable[FileRecord], parts: Iterable[ShareDigests]
     """
     problems: list[Problem] = []
     unread_paths = set()
+
     # For each path, the digests by the rank that wrote the bytes.
     digests_of_path: dict[str, dict[int, str]] = {}
     for part in parts:
@@ -108,12 +109,14 @@ def compare_digests(records: Iterable[FileRecord], parts: Iterable[ShareDigests]
             problems.append(part.problem)
             unread_paths.add(part.path)
         digests_of_path.setdefault(part.path, {}).update(enumerate(part.digests, part.first))
+
     for record in records:
         if record.path in unread_paths:
             continue
         problem = _digest_problem(record, digests_of_path.get(record.path, {}))
         if problem is not None:
             problems.append(problem)
+
     return list(dict.fromkeys(problems))  # without duplicates from several processes
 
 

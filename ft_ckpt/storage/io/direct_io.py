@@ -85,6 +85,7 @@ class LocalWriting:
                 f"{self.name}: {self.written_bytes} of {self.size_bytes} bytes arrived; "
                 "nothing is kept"
             )
+
         try:
             with explained(self.path):
                 if self.syncs or self.is_shared:
@@ -98,6 +99,7 @@ class LocalWriting:
         except BaseException:
             self.abandon()
             raise
+
         return stored_file(self.name, status)
 
     def abandon(self) -> None:
@@ -159,6 +161,7 @@ def create_file(
             flags |= os.O_EXCL
             with contextlib.suppress(FileNotFoundError):
                 replaced = path.stat()
+
         mode = 0o666 & max_mode if replaced is None else 0o600
         buffered = os.open(draft, flags, mode)
         try:
@@ -174,6 +177,7 @@ def create_file(
             if not shared:
                 local_disk.unlink(draft)
             raise
+
     return LocalWriting(name, path, draft, size_bytes, buffered, unbuffered, shared, syncs, is_new)
 
 

@@ -64,6 +64,7 @@ class LocalFile:
             if not count:
                 break
             done += count
+
         # The check comes after the read, so that a concurrent write is detected.
         self.check()
         if done < size_bytes:

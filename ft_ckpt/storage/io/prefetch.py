@@ -159,6 +159,7 @@ def read_ahead(
                     _fill_block, allocator, read, block, descriptors.for_read(read)
                 )
                 in_flight.append((read, block, future))
+
             if not in_flight:
                 return
             read, block, future = in_flight.popleft()
@@ -250,6 +251,7 @@ def _block_reads(runs: Iterable[ByteRun], block_bytes: int) -> Iterator[BlockRea
             read.end = min(end, read.start + block_bytes)
             read.runs.append((run, position, read.end))
             position = read.end
+
     if read is not None:
         yield read
 
@@ -361,9 +363,11 @@ def _read_local(file: LocalFile, read: BlockRead, view: memoryview, direct: int 
             # that returned an unaligned number of bytes.
             direct = None
             continue
+
         if not count:
             break
         done += count
+
     # The check comes after the read, so that a concurrent write is detected.
     file.check()
     if done < size_bytes:

@@ -134,6 +134,7 @@ def _memory_groups(groups: Path, mounted: Path) -> Iterator[tuple[Path, _GroupFi
             root, files = mounted / "memory", _VERSION_1
         else:
             continue
+
         innermost = root / path.strip("/")
         for folder in (innermost, *innermost.parents):
             if folder.is_relative_to(root):

@@ -124,11 +124,13 @@ class WriterPool:
             # Each digester has one thread, because a digest takes its bytes in order.
             self.file_digester = ThreadPoolExecutor(1, "ft_ckpt-hash")
             self.other_digester = ThreadPoolExecutor(1, "ft_ckpt-hash-tensors")
+
         self.first_block_bytes = self.tuning.block_bytes
         if local_bytes is not None:
             self.first_block_bytes = min(self.tuning.block_bytes, _FIRST_BLOCK_BYTES)
         self.free_blocks: SimpleQueue[Block] = SimpleQueue()
         self.blocks: list[Block] = []
+
         # One block is being filled, one waits for a thread, and each thread writes one.
         self.max_blocks = self.tuning.threads + 2
 
@@ -253,6 +255,7 @@ class FileWriter:
             is_full = self.filling.filled_stop == self.filling.capacity
             if is_full or position != next_position:
                 self._submit_block()
+
         if self.filling is None:
             file_start = position - position % ALIGNMENT
             capacity = self.pool.tuning.block_bytes
@@ -262,6 +265,7 @@ class FileWriter:
             self.filling = _FillingBlock(
                 self.pool.take_block(), file_start, capacity, offset, offset
             )
+
         return self.filling
 
     def _submit_block(self) -> None:
@@ -282,6 +286,7 @@ class FileWriter:
             digest_jobs.append(
                 pool.other_digester.submit(update_digests, filling.block, other_ranges)
             )
+
         self.filling = None
         self._drop_done_jobs()
         self.write_jobs.append(pool.writers.submit(self._write_block, filling, digest_jobs))

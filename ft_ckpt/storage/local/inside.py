@@ -44,6 +44,7 @@ def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> Non
             is_allowed = path.is_file() or (allows_folders and path.is_dir())
         if leads_out(folder, name) or not is_allowed:
             invalid.append(name)
+
     if invalid:
         raise CorruptError(
             f"{top}: {listing(invalid, ', ')}: expected regular files inside of the folder"

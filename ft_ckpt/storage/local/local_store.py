@@ -127,6 +127,7 @@ class LocalStore:
             # A process that was killed can have left its draft.
             with explained(path), contextlib.suppress(FileNotFoundError):
                 local_disk.unlink(draft)
+
         writing = self._begin_file(name, len(data), draft, is_new=create_only)
         try:
             writing.write(0, memoryview(data))
@@ -187,6 +188,7 @@ class LocalStore:
                 status = _regular_status(entry.path)
                 if status is not None:
                     objects.append(stored_file(start + entry.name, status))
+
         folders.sort(key=lambda folder: folder.is_link)
         return FolderListing(os.path.lexists(top), tuple(folders), tuple(objects))
 
@@ -228,8 +230,10 @@ class LocalStore:
             finally:
                 with contextlib.suppress(OSError):
                     local_disk.unlink(draft)
+
             if self.syncs:
                 local_disk.sync_path(path.parent)
+
         return True
 
     def delete(self, names: Iterable[str]) -> None:

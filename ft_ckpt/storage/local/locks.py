@@ -44,6 +44,7 @@ def hold_lock(path: Path) -> bool | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         return False if error.errno in (errno.ENOENT, errno.ELOOP) else None
+
     try:
         is_locked: bool | None = None
         if lock_descriptor(descriptor):
@@ -53,9 +54,11 @@ def hold_lock(path: Path) -> bool | None:
             is_locked = False
     except OSError:
         is_locked = False
+
     if not is_locked:
         os.close(descriptor)
         return is_locked
+
     with _descriptors_lock:
         _lock_descriptors[str(path)] = descriptor
     return True

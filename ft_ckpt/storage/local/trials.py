@@ -83,6 +83,7 @@ def refuse_unfit(folder: Path) -> None:
             f"{folder}: {mount.kind} from {mount.source} cannot do what a save "
             f"needs ({listing(failures)}); {advice}"
         )
+
     _tried_mounts.add(mount)
     if mount.is_bucket:
         warn(mount.warning)
@@ -226,6 +227,7 @@ def _write_in_parts(bucket: Store) -> str:
     except BaseException:
         writing.abandon()
         raise
+
     stored = bucket.stat("large")
     is_whole = stored is not None and stored.size_bytes == _MULTIPART_BYTES
     return "" if is_whole else "not whole afterwards"

@@ -37,6 +37,7 @@ def copy_object(
         watch(memoryview(content))
         store.write(name, content)
         return None
+
     writing = store.create(name, file.size_bytes)
     offset = 0
     try:
@@ -80,6 +81,7 @@ def local_folder(
     if store.local_folder is not None:
         yield store.local_folder
         return
+
     with temporary_store() as parent:
         copy = parent.within(place.basename)
         for stored in store.list():
@@ -131,6 +133,7 @@ def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
             local_disk.move(folder / path.name, path)
             local_disk.sync_path(path.parent)
         return
+
     store = target.store
     before = store.stat(target.name)
     try:

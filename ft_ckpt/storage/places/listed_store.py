@@ -115,6 +115,7 @@ class ListedStore(RemoteStore):
         if file.version != listed.version:
             file.close()
             raise changed_object(where)
+
         if file.can_map:
             return file
         self.opened[where] = _CountedObject(file, self.requests)

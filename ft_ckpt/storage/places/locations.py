@@ -139,6 +139,7 @@ def open_store(location: str | os.PathLike[str], **options: Any) -> Store:
         raise ConfigError(
             f"{text}: {scheme}://: unsupported scheme; expected {', '.join(schemes())}"
         )
+
     client = _open_client(f"{scheme}://{bucket}", scheme.lower(), options)
     return client.within(folder) if folder else client
 

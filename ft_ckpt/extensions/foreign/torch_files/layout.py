@@ -57,6 +57,7 @@ def lay_out_torch(specs: Sequence[Spec], ties: Mapping[str, str]) -> Layout:
         with closing(RawFile(open_local_file(path), mapped=False)) as file:
             archive = _read_outline(file, tuple(specs))
             size_bytes = file.size_bytes
+
     return Layout(b"", archive.specs, archive.starts, size_bytes, weave=archive.weave)
 
 
@@ -111,6 +112,7 @@ class _Archive:
                 start += region.size_bytes
             checksums.append(checksum)
             at = end
+
         last = self._with_sum(self.between[-1], checksums)
         yield from _regions_of_bytes(at, last + self._summed_directory(checksums))
 
@@ -135,6 +137,7 @@ class _Archive:
             if name in by_name:
                 struct.pack_into("<I", directory, at + _ENTRY_SUM, by_name[name])
             at = name_start + sum(lengths)
+
         return bytes(directory)
 
 

@@ -88,6 +88,7 @@ def check_torch_written(file: RawFile, size_bytes: int) -> None:
             f"{where}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept, "
             "check the disk"
         )
+
     try:
         with damaged_input(file.name), zipfile.ZipFile(FileStream(file)) as archive:
             for entry in archive.infolist():
@@ -113,6 +114,7 @@ def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] 
             "save as HDF5. torch reads back plain containers, numbers, strings, bytes and tensors, "
             "and anything else by running code"
         )
+
     trial = io.BytesIO()
     torch.save(bare, trial)
     trial.seek(0)
@@ -151,12 +153,14 @@ class _Outline:
             self.enclosing.append(id(value))
             self.copies[id(value)] = self._bare_container(value, path)
             self.enclosing.pop()
+
         return self.copies[id(value)]
 
     def _bare_container(self, value: Any, path: str) -> Any:
         if type(value) in _SEQUENCES:
             items = [self.bare_value(item, f"{path}[{at}]") for at, item in enumerate(value)]
             return type(value)(items)
+
         copy = {}
         for key, item in value.items():
             item_path = f"{path}[{quoted_key(key)}]"
@@ -164,6 +168,7 @@ class _Outline:
                 copy[key] = self.bare_value(item, item_path)
             else:
                 self._refuse_value(item_path, f"a key of type {type(key).__qualname__}")
+
         # of an OrderedDict: torch gives a state dict some
         attributes = vars_of(value)
         if not attributes:

@@ -45,6 +45,7 @@ def holds_tensors(leaf: Any) -> bool:
             stack += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple, set, frozenset)):
             stack += value
+
     return False
 
 
@@ -92,16 +93,19 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, Tensor], list[str]
             unreadable.append(f"{name} (tensors in an object of {kind_of_leaf(leaf)})")
         else:
             skipped.append(f"{name}: {kind_of_leaf(leaf)}")
+
     if repeated:
         raise LoadError(
             f"{source}: {listing(repeated, ', ')}: names of several tensors once nesting is "
             "written as dots"
         )
+
     if unreadable:
         raise LoadError(
             f"{source}: {listing(unreadable, ', ')}: expected plain dense tensors; save them so "
             "(`tensor.dequantize()` for quantized ones), or leave them out"
         )
+
     return tensors, skipped
 
 

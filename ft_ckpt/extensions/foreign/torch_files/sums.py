@@ -42,6 +42,7 @@ def check_archive(source: Source, name: str) -> None:
                 f"{name}: a TorchScript program, expected saved tensors; save "
                 "its state_dict() instead"
             )
+
         compressed = [
             entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED
         ]
@@ -50,6 +51,7 @@ def check_archive(source: Source, name: str) -> None:
                 f"{name}: {listing(compressed, ', ')}: compressed, which torch never does; zip the "
                 "files again with -0"
             )
+
         if _has_sums(entries):
             small = [entry for entry in entries if "/data/" not in entry.filename]
             _compare_records(archive, small, name)

@@ -209,10 +209,12 @@ def _real_value(value: Any, path: str, objects: Mapping[str, Callable[[StandIn],
         for key, item in value.items():
             items[key] = _real_value(item, f"{path}: {key}", objects)
         return OrderedDict(items) if isinstance(value, OrderedDict) else items
+
     if type(value) in (list, tuple):
         return type(value)(
             _real_value(item, f"{path}: {number}", objects) for number, item in enumerate(value)
         )
+
     if isinstance(value, StandIn) and value.kind in objects:
         return objects[value.kind](value)
     peculiarity = peculiarity_of(value) if isinstance(value, Tensor) else ""
@@ -221,4 +223,5 @@ def _real_value(value: Any, path: str, objects: Mapping[str, Callable[[StandIn],
             f"{path}: a {peculiarity or kind_of_leaf(value)}, expected tensors and plain data; "
             "nothing of it was run"
         )
+
     return value

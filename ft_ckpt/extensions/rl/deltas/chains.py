@@ -108,6 +108,7 @@ def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> App
         if written is None:
             copy_open(opened, entry_place, manifest, overwrite=False, shown=False)
             written = manifest
+
     return AppendReport(
         path=entry_place.location,
         kind=DELTA if written.delta else "anchor",
@@ -283,6 +284,7 @@ def _write_changes(
                 return None
     except _DeltaTooLarge:
         return None
+
     return tuple(writer.records)
 
 
@@ -311,4 +313,5 @@ def _write_changed_tensors(
             writer.write(f"deltas/{file.path}/{number:05}.safetensors", content)
         new.check()
         old.check()
+
     return True

@@ -104,11 +104,13 @@ def changed_pieces(path: str, new: DigestedFile, old: DigestedFile) -> Iterator[
                 change = _Change(indices, new_words[positions], entry.dtype)
                 changes.setdefault(name, []).append(change)
                 changed_bytes += positions.size * (width + index.itemsize)
+
             if changed_bytes >= _PIECE_BYTES:
                 yield _piece(path, changes, piece_start, start + size)
                 changes = {}
                 changed_bytes = 0
                 piece_start = start + size
+
     if changes:
         yield _piece(path, changes, piece_start, new.file.size_bytes)
 
@@ -202,6 +204,7 @@ class DeltaPiece:
             raise CorruptError(
                 f"{self.file.where}: {name}: positions that are not ascending, or outside of it"
             )
+
         rows = np.frombuffer(content[values.start : values.end], np.uint8).reshape(-1, width)
         return Changes(entry.start, positions, rows)
 

@@ -120,6 +120,7 @@ def _whole_store(
         raise CorruptError(
             f"{entry.location}: based on {base}, which is not in the chain"
         ) from error
+
     base_manifest = _manifest_of(entries[-1], entry.manifest.delta["base_content"])
     base_store = _whole_store(entries, base_manifest, near, stack)
     return _RebuiltStore.of(entry, manifest, base_store)
@@ -282,6 +283,7 @@ class _RebuiltFile:
             raise CorruptError(
                 f"{self.where}: {self.size_bytes:,} bytes, expected at least {end:,}"
             )
+
         head = self.head[start:end]
         memory[: len(head)] = head
         if len(head) < len(memory):
@@ -321,9 +323,11 @@ class _RebuiltFile:
 def _apply(changes: Changes, target: Any, start: int) -> None:
     """Write changed elements into `target`, the bytes of the rebuilt file from `start` on."""
     width = changes.rows.shape[1]
+
     # Where the target begins in the tensor, in bytes. Negative if it begins before the tensor.
     target_start = start - changes.start
     target_stop = target_start + len(target)
+
     # The elements that are in the target, completely or in part, have the positions
     # [first_position, stop_position).
     first_position = target_start // width

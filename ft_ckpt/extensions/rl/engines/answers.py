@@ -44,13 +44,16 @@ def probe(server: Server, model: str) -> Answers:
             numbers = sorted(map(float, top.values()), reverse=True)[:_TOP]
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             numbers = [math.nan]
+
         # NaN must not be compared, because it would pass each check for a large difference.
         if not all(map(math.isfinite, numbers)):
             raise EngineError(
                 f"{server.client.url}: a completion by {model!r} has no finite log probabilities: "
                 f"{answer.quoted}"
             )
+
         answers.append(numbers)
+
     return answers
 
 

@@ -76,6 +76,7 @@ class Client:
             )
         except ValueError:  # an invalid port
             raise ConfigError(expected) from None
+
         if not is_address or parts.query or parts.fragment or not re.fullmatch(r"[!-~]+", self.url):
             raise ConfigError(expected)
         if parts.username or parts.password:
@@ -83,6 +84,7 @@ class Client:
                 f"{self.url}: a password in a URL is logged; give it in headers=, or "
                 f"{TOKEN_VARIABLE}"
             )
+
         for name, value in self._all_headers().items():
             if not _HEADER_NAME.fullmatch(str(name)):
                 raise ConfigError(f"header {name!r}: expected a name of letters, digits and dashes")
@@ -90,6 +92,7 @@ class Client:
                 raise ConfigError(
                     f"header {name}: expected printable ASCII; is there a line break in the token?"
                 )
+
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
     def get(self, path: str, **query: str) -> Answer:
@@ -124,6 +127,7 @@ class Client:
         try:
             with closing(self._connection()) as connection:
                 connection.connect()
+
                 # Each byte restarts the time limit of a socket, so a timer ends the connection at
                 # the deadline.
                 seconds_left = max(0.0, deadline - time.monotonic())
@@ -135,6 +139,7 @@ class Client:
                     answer = self._read(connection.getresponse(), path)
                 finally:
                     timer.cancel()
+
                 # After the deadline, the response may be cut and still look complete.
                 if time.monotonic() >= deadline:
                     raise TimeoutError
@@ -166,11 +171,13 @@ class Client:
             raise EngineError(
                 f"{self.url}{path}: redirected to {location}; give the address of the server itself"
             )
+
         content = response.read(_ANSWER_LIMIT_BYTES + 1)
         if len(content) > _ANSWER_LIMIT_BYTES:
             raise EngineError(
                 f"{self.url}{path}: an answer of more than {_ANSWER_LIMIT_BYTES >> 20} MiB"
             )
+
         if response.length:  # the body ended early
             raise http.client.IncompleteRead(b"", response.length)
         text = content.decode("utf-8", "replace")

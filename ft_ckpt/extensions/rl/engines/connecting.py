@@ -55,6 +55,7 @@ def connect(client: Client) -> Server:
     for owner, advice in _REFUSED.items():
         if owner in owners:
             raise ConfigError(f"{client.url}: {advice}")
+
     if "vllm" in owners:
         return VLLM(client, version_at(client, "/version"))
     information = first_object(client, "/server_info", "/get_server_info")
@@ -64,6 +65,7 @@ def connect(client: Client) -> Server:
         answer = client.get(path)
         if answer.is_success and word in answer.text.lower():
             raise ConfigError(f"{client.url}: {advice}")
+
     raise ConfigError(
         f"{client.url}: no server that can be published to answers there (/v1/models: "
         f"{models.quoted}); expected vLLM, SGLang or a server with SGLang's calls"

@@ -127,11 +127,13 @@ def packed_layers(
     layer is returned.
     """
     linear_names = [name for name in reported if _LINEAR.search(_bare(name))]
+
     # The first layer on all ranks is compared first. If it is not packed, no layer is.
     first_layer = {}
     for name in linear_names:
         if _bare(name) == _bare(linear_names[0]):
             first_layer[name] = reported[name]
+
     if not compare_digests(first_layer, file, config).different:
         return {}
     comparison = compare_digests(reported, file, config)
@@ -190,6 +192,7 @@ def compare_digests(
             equal.append(name)
         else:
             different[name] = digests
+
     return DigestComparison(tuple(equal), different, tuple(without_rule), tuple(sorted(unused)))
 
 
@@ -251,6 +254,7 @@ class _StoredModel:
                 rows = [self._rows(self._read(source, dtype), rank, source) for source in sources]
                 yield _sha256(torch.cat(rows))  # a fused parameter
                 continue
+
             tensor = self._read(sources[0], dtype)
             if _VOCABULARY.search(name):
                 padding = -tensor.shape[0] % _VOCABULARY_PADDING

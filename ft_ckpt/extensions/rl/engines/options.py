@@ -170,15 +170,18 @@ class ServerOptions:
             raise ConfigError(
                 f"{', '.join(self.url) or 'no url'}: expected one or more servers, each once"
             )
+
         if not self.delta:
             self.clients()
             return
+
         for url in self.url:
             if url.partition("://")[0].lower() in ("http", "https"):
                 raise ConfigError(
                     f"{url}: delta=True appends to a chain, expected a folder or a bucket; a "
                     "server gets an entry of the chain by another publish, with stage="
                 )
+
         if len(self.url) > 1:
             raise ConfigError(f"{', '.join(self.url)}: expected one chain")
 

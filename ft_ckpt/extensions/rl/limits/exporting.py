@@ -90,6 +90,7 @@ def export(
             manifest = replace(
                 manifest, made_from=(source.basename,), run_id=None, rankings={}, export=True
             )
+
         converted = WeightsFolder(folder.place, [replace(part, file=tensors)], manifest)
         config_text = json.dumps(settings, indent=2, sort_keys=True).encode()
         config_path = f"{part.path}/{_CONFIG}".lstrip("/")
@@ -100,6 +101,7 @@ def export(
             replaced={config_path: config_text},
         )
         report = write_converted(converted, place, options)
+
     return replace(report, notes=(*report.notes, *notes))
 
 
@@ -129,6 +131,7 @@ def _with_one_scale(
     for layer, prefix in lora_layers(file).items():
         layers[prefix] = rank_and_scale(settings, layer)
     rank = max(rank for rank, _ in layers.values())
+
     # A scale of 0 is never chosen. Such a layer gets an outer matrix of zeros.
     scales = Counter(scale for _, scale in layers.values() if scale)
     scale = scales.most_common(1)[0][0] if scales else 1.0
@@ -147,6 +150,7 @@ def _with_one_scale(
         missing_ranks = rank - layer_rank
         tensors[f"{prefix}.lora_A.weight"] = pad(inner, (0, 0, 0, missing_ranks))
         tensors[f"{prefix}.lora_B.weight"] = pad(outer, (0, missing_ranks))
+
     alpha = scale * rank
     new_settings = {
         **settings,
@@ -161,6 +165,7 @@ def _with_one_scale(
         notes.append(
             f"{len(rounded)} of {len(layers)} layers: lora_B is scaled and rounded in float32"
         )
+
     tensors_in_order = {name: tensors[name] for name in file.specs}
     return MemoryFile(tensors_in_order), new_settings, notes
 

@@ -34,6 +34,7 @@ def model_findings(store: Store, file: TensorFile) -> Iterator[str]:
     if config is None:
         yield "config.json: missing or no JSON object; engines choose the architecture by it"
         return
+
     if not config.get("architectures"):
         yield "config.json: no architectures; engines choose the model's class by it"
     if config.get("auto_map"):
@@ -41,23 +42,27 @@ def model_findings(store: Store, file: TensorFile) -> Iterator[str]:
             f"config.json: auto_map {config['auto_map']}: engines run code of its own with "
             "--trust-remote-code only"
         )
+
     names = {stored.name for stored in store.list()}
     if not any(name.endswith(".safetensors") for name in names):
         yield (
             "*.safetensors: missing; engines read no other format by default; `ft-ckpt convert "
             "SRC DST`"
         )
+
     if not names & _TOKENIZER_FILES:
         yield (
             "tokenizer.json: missing; the server would have no tokenizer; save the tokenizer "
             "with the model"
         )
+
     field = quantisation_of(store)
     if field is not None:
         yield (
             f"config.json: {field}: quantised weights, which are not compared after a publish; "
             "merge or dequantise"
         )
+
     yield from _shape_findings(config, file)
     yield from nonfinite_findings(file)
 
@@ -101,9 +106,11 @@ def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str
                         f"{name}: shape {list(spec.shape)}, expected {field} {expected} of "
                         "config.json; use another checkpoint"
                     )
+
     layers = text_config.get("num_hidden_layers")
     if not isinstance(layers, int):
         return
+
     # Layers of multi-token prediction are stored after the others, or left out.
     max_layers = layers
     prediction_layers = text_config.get("num_nextn_predict_layers")

@@ -48,6 +48,7 @@ def adapter_findings(
     if kind != "LORA":
         yield f"peft_type: {kind}, expected LORA; {MERGE}"
         return
+
     wrong_ranks = list(_rank_findings(settings, max_lora_rank))
     yield from wrong_ranks
     yield from _field_findings(settings)
@@ -57,6 +58,7 @@ def adapter_findings(
             f"{dropped[0]}: one of {len(dropped)} tensors that are no LoRA matrices, which would "
             f"be dropped; {MERGE}"
         )
+
     if not lora_layers(file):
         yield "adapter_model.safetensors: no LoRA matrices in it; use another copy"
     if not wrong_ranks:
@@ -121,15 +123,18 @@ def _rank_findings(settings: Mapping[str, Any], max_rank: int) -> Iterator[str]:
                 f"{field}: {rank}, expected 1 to {max_rank}; start the server with a larger "
                 f"--max-lora-rank, or {MERGE}"
             )
+
     alphas = {"lora_alpha": settings.get("lora_alpha", 8)}
     for key, value in _pattern(settings, "alpha_pattern"):
         alphas[f"alpha_pattern[{key!r}]"] = value
     for field, alpha in alphas.items():
         if not is_number(alpha, -_MAX_FLOAT, _MAX_FLOAT):
             yield f"{field}: {alpha}, expected a number; use another copy"
+
     for field in _PATTERNS:
         if not isinstance(settings.get(field) or {}, dict):
             yield f"{field}: {settings[field]!r}, expected layers with numbers; use another copy"
+
     for field in _PATTERNS:
         for key, _ in _pattern(settings, field):
             if not _is_expression(key):
@@ -193,10 +198,12 @@ def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
     for field in _IGNORED_FIELDS:
         if settings.get(field):
             yield f"{field}: set, and neither read nor applied; {MERGE}"
+
     if settings.get("bias") not in (None, "none"):
         yield (
             f"bias: {settings['bias']!r}, expected 'none': trained biases would be dropped; {MERGE}"
         )
+
     if settings.get("modules_to_save"):
         yield f"modules_to_save: {settings['modules_to_save']}, which would be dropped; {MERGE}"
     if settings.get("trainable_token_indices"):
@@ -204,6 +211,7 @@ def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
     if settings.get("target_parameters"):
         names = settings["target_parameters"]
         yield f"target_parameters: {names}: fused experts, which engines order differently; {MERGE}"
+
     start = settings.get("init_lora_weights")
     if not start_keeps_base(start):
         yield (

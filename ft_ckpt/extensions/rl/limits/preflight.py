@@ -85,6 +85,7 @@ def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
             compared, names = differing_elements(file, record)
     except (CheckpointError, OSError) as error:
         return [], str(error)
+
     if names:
         finding = (
             f"{listing(names, ', ', 3)}: {len(names)} of {len(record.base.fingerprint)} sampled "
@@ -93,4 +94,5 @@ def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
             "with that base"
         )
         return [finding], ""
+
     return [], "" if compared else f"{base_path} has none of its sampled tensors"

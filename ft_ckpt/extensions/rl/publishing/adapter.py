@@ -111,6 +111,7 @@ def publish_adapter(
             adapter.name,
             listing(still_loaded),
         )
+
     return PublishReport(
         path=part.checkpoint.location,
         kind="adapter",
@@ -153,6 +154,7 @@ def _unload_new(new: Sequence[_Target], adapter: _Adapter, problems: Sequence[st
         older_text = f"{listing(sorted(unloaded), ', ')}: unloaded before"
     else:
         older_text = "older versions answer as before"
+
     return EngineError(
         f"{listing(problems)}; {adapter.name} (from {adapter.folder}) was unloaded where it "
         f"was new; {older_text}{failure_text}"
@@ -277,10 +279,12 @@ def _compare_answers(server: Server, adapter: _Adapter) -> str:
             f"{url}: {adapter.name}: answers as the base does; the server does not apply it (names "
             "of its layers?), or it is too close to the base for three prompts: then check='listed'"
         )
+
     if reference.base is None or reference.adapted is None:
         return f"listed; answers differ from the base's by up to {moved:.3f}"
     error = distance(reference.adapted, adapted)
     error_of_base = distance(reference.base, adapted)
+
     # Processors that multiply in bfloat16 have larger errors than others.
     rounding = distance(reference.base, base)
     limit = max(ROUNDING, 2 * min(rounding, ROUNDING))
@@ -291,6 +295,7 @@ def _compare_answers(server: Server, adapter: _Adapter) -> str:
             f"transformers and PEFT, expected at most {limit:.3g}; the server applies it otherwise "
             "(scaling, order of layers?)"
         )
+
     return f"listed; answers are those of transformers and PEFT within {error:.3f}"
 
 

@@ -65,6 +65,7 @@ class Publisher:
             failed: Future[PublishReport | None] = Future()
             failed.set_exception(error)
             return PendingPublish(path=path, future=failed, urls=self.options.url)
+
         self._started_count += 1
         number = self._started_count
 
@@ -132,12 +133,15 @@ class _Following:
         self.on_published = on_published
         self.on_trouble = on_trouble
         self.published = 0
+
         # The newest error since the last publish.
         self.error: CheckpointError | None = None
         self._last_published: CheckpointInfo | None = None
+
         # Checkpoints that were published, skipped or overtaken by newer ones.
         self._done: set[CheckpointKey] = set()
         self._failures: dict[CheckpointKey, int] = {}
+
         # Messages that were reported: about skipped checkpoints, and about servers that do not
         # answer. The latter are reported once more after the next publish.
         self._reported_skips: set[str] = set()
@@ -150,6 +154,7 @@ class _Following:
             ordered = in_run_order([*infos, self._last_published])
             older = ordered[: ordered.index(self._last_published)]
             self._done.update(key_of(info) for info in older)
+
         waiting = [info for info in infos if key_of(info) not in self._done]
         if not waiting:
             return

@@ -274,6 +274,7 @@ def _pull_to_stage(place: Place, stage: Path) -> Path:
             f"{folder}: no publish has put there what it holds, so it is not replaced; expected "
             f"another folder as stage= ({error})"
         ) from error
+
     if is_copy or is_free:
         mark_staged(path)
     return path
@@ -297,4 +298,5 @@ def _chosen_part(checkpoint: OpenCheckpoint, options: ServerOptions) -> PartReco
             f"{checkpoint.path}: {len(candidates) or 'no'} parts to publish as {options.kind}; it "
             f"holds {', '.join(contents)}; name one of them with part= and kind="
         )
+
     return candidates[0]

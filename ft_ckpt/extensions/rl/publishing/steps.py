@@ -125,9 +125,11 @@ def refuse_misread(
             problems += base_problems
             if reason:
                 uncompared[server.client.url] = reason
+
     if problems:
         distinct = list(dict.fromkeys(problems))
         raise LoadError(f"{part.checkpoint.path}: not published: {listing(distinct)}")
+
     return uncompared
 
 

@@ -56,6 +56,7 @@ def publish_weights(
         raise EngineError(
             f"{listing(problems)}; nothing was loaded, all servers hold what they held before"
         )
+
     _update_all(updates, weights)
     return PublishReport(
         path=part.checkpoint.location,
@@ -88,6 +89,7 @@ def _update_all(updates: Sequence[Update], weights: Weights) -> None:
         raise
     finally:
         still_paused = errors_on(new, resume)
+
     if not problems:
         problems = _compare_again(updates, weights)
         if problems:
@@ -95,9 +97,11 @@ def _update_all(updates: Sequence[Update], weights: Weights) -> None:
                 restored = put_all_back(new, weights)
             finally:
                 still_paused = errors_on(new, resume)
+
     if problems:
         outcomes = restored or ["all servers hold what they held before"]
         raise EngineError("; ".join([*problems, *outcomes, *still_paused]))
+
     if still_paused:
         raise EngineError(f"{listing(still_paused)}; all servers hold {weights.version}")
 
@@ -135,6 +139,7 @@ def _prepare(update: Update, weights: Weights) -> None:
         has_digest_in_version = weights.options.version is None
         is_proven = is_compared or has_digest_in_version
         update.is_new = is_different or not is_proven
+
     if update.is_new:
         _learn_layout(update, weights)
 
@@ -148,6 +153,7 @@ def _refuse_other_config(update: Update, weights: Weights) -> None:
             f"its config was not compared: {path} is not a folder here; see visible_at="
         )
         return
+
     served_config = config_in(LocalStore(base))
     differences, token_differences = compare_configs(served_config, weights.config)
     if differences:
@@ -156,6 +162,7 @@ def _refuse_other_config(update: Update, weights: Weights) -> None:
             f"{weights.folder}); a server keeps the config of its start; start a "
             "server with this model"
         )
+
     if token_differences:
         update.notes.append(f"it keeps its own token ids: {token_differences[0]}")
 

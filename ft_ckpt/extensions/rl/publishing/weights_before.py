@@ -42,10 +42,12 @@ def open_weights_before(
         with _initial_weights(update, weights) as before:
             yield before
         return
+
     version = _VERSION.fullmatch(update.before or "")
     if version is None:
         yield None
         return
+
     run, name, identity = version.groups()
     folder = weights.checkpoint.absolute().parent
     for path in _possible_paths(run, name, folder):
@@ -65,6 +67,7 @@ def open_weights_before(
                     options=weights.options,
                 )
             return
+
     raise EngineError(
         f"it is neither in {folder} nor in a run {run!r} near it, or was saved again since"
     )
@@ -130,6 +133,7 @@ def _put_back(update: Update, weights: Weights) -> str:
         if is_of_publish and update.is_overtaken:
             server.set_weight_version(loading)
             return f"{url} holds other weights, so its version was set to {loading}: publish again"
+
         # Another version means that another publisher has replaced the weights. With the version
         # before, or the first one, the server was restarted, perhaps before it loaded the weights.
         if not is_of_publish and reported not in (before, FIRST_VERSION):
@@ -140,12 +144,14 @@ def _put_back(update: Update, weights: Weights) -> str:
                 f"{url} reported {reported}, but may hold {weights.version}: set to {loading}, "
                 "publish again"
             )
+
         _restore(update, weights)
     except (CheckpointError, OSError) as error:
         return (
             f"{url} may hold a part of {weights.version}, and {before} was not loaded again "
             f"({error})"
         )
+
     return f"{url} holds {before} again"
 
 
@@ -170,6 +176,7 @@ def _restore(update: Update, weights: Weights) -> None:
         if update.paused_at is None:
             update.paused_at = time.monotonic()
             server.pause(weights.options.in_flight)
+
         server.set_weight_version(weights.loading_version)
         if isinstance(before, str):
             server.load_weights(before)
@@ -178,4 +185,5 @@ def _restore(update: Update, weights: Weights) -> None:
             wrong = difference(update, before)
             if wrong:
                 raise EngineError(wrong)
+
         server.set_weight_version(str(update.before))

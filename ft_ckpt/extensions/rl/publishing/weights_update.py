@@ -144,6 +144,7 @@ def resume(update: Update) -> None:
                     f"{error}; {update.url} may be PAUSED: resume it by hand"
                 ) from None
             time.sleep(_RESUME_PAUSE_SECONDS)
+
     update.paused_seconds = time.monotonic() - update.paused_at
     update.paused_at = None
 
@@ -195,6 +196,7 @@ def difference(update: Update, weights: Weights) -> str | None:
             f"{weights.folder}, as of {len(wrong_names)} of {comparison.total} parameters; does "
             "the server see another copy of that folder?"
         )
+
     if comparison.equal:
         update.checked = _describe_comparison(comparison, update, update.digests)
     return None
@@ -253,6 +255,7 @@ def _describe_comparison(
             f"{len(packed)} are kept in another layout, {len(changed)} of them changed with the "
             "update, as in the files"
         )
+
     return "; ".join(lines) + comparison.dropped
 
 
@@ -300,6 +303,7 @@ def _expect_answers(update: Update, weights: Weights) -> None:
                 "prompts: then check='listed'"
             )
         notes.append(f"answers differ from those before by up to {moved:.3f}")
+
     # A tied head is a packed copy of the embedding, and its digest is that of the embedding. So
     # digests do not prove that the head was replaced.
     if weights.config.get("tie_word_embeddings"):
@@ -311,6 +315,7 @@ def _expect_answers(update: Update, weights: Weights) -> None:
                 "it may not have replaced; start a server with this model"
             )
         notes.append(f"they are those of transformers within {error:.3f}")
+
     update.notes[:0] = notes
 
 

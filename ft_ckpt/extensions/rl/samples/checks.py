@@ -35,6 +35,7 @@ def check_frontier_settings(
         )
     elif count == 0:
         problems.append("samples: there are none; expected at least one")
+
     if epochs is not None and (type(epochs) is not int or epochs < 1):
         problems.append(f"epochs={epochs!r}: expected an int of at least 1, or None for no end")
     if type(shuffle) is not bool:
@@ -59,13 +60,16 @@ def digest_of(ids: Sequence[Any]) -> str:
                 kinds.update(map(type, sample_id))
             else:
                 kinds.add(type(sample_id))
+
         if not kinds <= _PLAIN_IDS:
             names = ", ".join(sorted(kind.__name__ for kind in kinds - _PLAIN_IDS))
             raise ConfigError(
                 f"samples: ids of type {names}, expected str, int, bytes or tuples of these; give "
                 "len(samples), and tickets have indices"
             )
+
         digest.update(repr(block).encode("utf-8", "surrogatepass"))
+
     return digest.hexdigest()
 
 
@@ -76,11 +80,13 @@ def check_state(state: Mapping[str, Any]) -> None:
         raise CorruptError(
             f"frontier: {', '.join(missing)} missing; it is not what state_dict returns"
         )
+
     if state["version"] != VERSION:
         raise LoadError(
             f"frontier: version {state['version']!r}, expected {VERSION}; resume with the ft_ckpt "
             "that saved it"
         )
+
     is_allowed = {
         "low": _is_count(state["low"]),
         "dropped": _is_count(state["dropped"]),

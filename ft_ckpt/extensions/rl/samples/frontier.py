@@ -87,13 +87,16 @@ class Frontier:
         self._digest = None if self._ids is None else digest_of(self._ids)
         self._seed = seed if shuffle else None
         self._end = ENDLESS if epochs is None else count * epochs
+
         # A heap of ranges [start, stop) of the open numbers. The ranges do not overlap.
         self._open = [(0, self._end)]
         self._in_flight: dict[int, Ticket] = {}
+
         # How often each sample failed, until it is finished.
         self._failures: dict[int, int] = {}
         self._trained = self._dropped = 0
         self._token = secrets.token_hex(4)
+
         # The lock of a condition is reentrant, because a signal handler may read the state.
         self._changed = threading.Condition()
 
@@ -120,6 +123,7 @@ class Frontier:
                 else:
                     heapq.heappop(self._open)
                 tickets.append(ticket)
+
         return tickets
 
     def __iter__(self) -> Iterator[Ticket]:
@@ -179,6 +183,7 @@ class Frontier:
             self._check_renewals(tickets)
             for ticket in tickets:
                 self._in_flight[ticket.key] = self._ticket(ticket.key)
+
             # The renewed numbers are cut out of the open ranges. For example, 5 cut out of [3, 9)
             # leaves [3, 5) and [6, 9).
             ranges = []
@@ -192,6 +197,7 @@ class Frontier:
                     start = key + 1
                 if start < stop:
                     ranges.append((start, stop))
+
             self._open = ranges
             return [self._in_flight[ticket.key] for ticket in tickets]
 
@@ -247,6 +253,7 @@ class Frontier:
         with self._changed:
             ranges = self._unfinished_ranges()
             dropped = self._dropped
+
         lengths: list[int] = []
         for (start, stop), (next_start, _) in pairwise(ranges):
             lengths += (stop - start, next_start - stop)
@@ -281,6 +288,7 @@ class Frontier:
         for unfinished, finished in zip(unfinished_lengths, finished_lengths, strict=True):
             ranges.append((number, number + unfinished))
             number += unfinished + finished
+
         total_finished = low + sum(finished_lengths)
         trained = total_finished - dropped
         if number > self._end or trained < 0:
@@ -289,6 +297,7 @@ class Frontier:
                 f"the last before number {number} of {self._end}; the state is damaged, take "
                 "another checkpoint"
             )
+
         if number < self._end:
             ranges.append((number, self._end))
         with self._changed:
@@ -349,12 +358,14 @@ class Frontier:
                 f"a {type(ticket).__name__} is no ticket; give tickets one by one, as in "
                 "trained(*tickets)"
             )
+
         name = _name_of(ticket)
         if ticket.token != self._token:
             return (
                 f"{name}: its ticket is from before a resume, or of another Frontier; renew() "
                 "it or discard its result"
             )
+
         if ticket in self:
             return f"{name}: the ticket is given twice"
         failures = self._failures.get(ticket.key, 0)
@@ -363,6 +374,7 @@ class Frontier:
                 f"{name}: reported as failed already, it comes again as attempt "
                 f"{failures + 1}; discard this result"
             )
+
         return f"{name}: reported as trained or dropped already; report each ticket once"
 
     def _check_renewals(self, tickets: Sequence[Ticket]) -> None:
@@ -374,8 +386,10 @@ class Frontier:
             if not isinstance(ticket, Ticket):
                 problems.append(self._problem_of(ticket))
                 continue
+
             name = _name_of(ticket)
             key = ticket.key
+
             # The last open range that begins at `key` or before, or -1.
             index = bisect_right(ranges, (key, ENDLESS)) - 1
             if not 0 <= key < self._end or self._ticket(key)[:2] != ticket[:2]:
@@ -388,7 +402,9 @@ class Frontier:
                 )
             elif index < 0 or ranges[index][1] <= key:
                 problems.append(f"{name}: trained or dropped already; discard its result")
+
             keys.add(key)
+
         if problems:
             raise TicketError(f"{listing(problems)}; no ticket was renewed")
 
@@ -403,10 +419,12 @@ class Frontier:
         for field, description, value in settings:
             if value != state[field]:
                 problems.append(f"{description} is {value}, {state[field]} in the checkpoint")
+
         if self.epochs is not None and (state["epochs"] is None or self.epochs < state["epochs"]):
             problems.append(
                 f"the number of epochs is {self.epochs}, {state['epochs']} in the checkpoint"
             )
+
         if problems:
             raise LoadError(
                 f"frontier: {listing(problems)}; make the Frontier with the samples, seed and "

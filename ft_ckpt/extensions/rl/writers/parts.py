@@ -71,10 +71,12 @@ def store_file(
             return replace(record, linked=True)
         store.write(path, source)
         return record
+
     place = open_place(source)
     record = replace(read_record(place.store, place.name), path=path)
     if is_committed(record, committed):
         return replace(record, linked=True)
+
     # The file is copied and not linked, because the process may change it later.
     with closing(place.open()) as opened:
         copy_object(opened, store, path)

@@ -88,6 +88,7 @@ class OpenSession:
             self._lease.put(create_only=True)
         except NameTakenError:
             raise self._taken() from None
+
         self._lease.begin()
 
     def ask(self, step: int) -> None:
@@ -117,6 +118,7 @@ class OpenSession:
         pause = pauses(self.sessions)
         while waiting:
             problems = self._absences(waiting)
+
             # Files are listed after processes are checked, because a writer may hand in and end in
             # between.
             ready = self._ready(step)
@@ -127,11 +129,13 @@ class OpenSession:
                 records += new_records
                 if problem:
                     problems[name] = problem
+
             self._refuse_required(step, problems)
             notes += [f"writer {name}: left out: {reason}" for name, reason in problems.items()]
             waiting = [name for name in waiting if name not in problems]
             if waiting:
                 time.sleep(next(pause))
+
         return records, notes
 
     def _absences(self, waiting: Sequence[str]) -> dict[str, str]:
@@ -259,6 +263,7 @@ class OpenSession:
             handed = as_record(json.loads(read_text(below, HANDED)), HandedIn)
         except (FieldError, ValueError) as error:
             return [], f"{below.where(HANDED)}: {error}; of another version of ft_ckpt?"
+
         if handed.error is not None:
             return [], handed.error
         records = []
@@ -281,9 +286,11 @@ class OpenSession:
                 raise  # the stage cannot be written, so the writer is not the cause
             except CheckpointError as error:
                 return [], str(error)
+
             if not is_whole:
                 return [], f"{source.where(path)}: not the bytes that were handed in"
             records.append(replace(file, path=staged_path))
+
         return records, ""
 
 

@@ -97,10 +97,12 @@ class Writer:
             raise ConfigError(
                 f"index={index!r:.80}: expected the number of the writer in its group, from 0 on"
             )
+
         if not is_number(timeout_seconds, 0):
             raise ConfigError(
                 f"timeout_seconds={timeout_seconds!r:.80}: expected seconds from 0 on"
             )
+
         self.run = open_place(run).absolute
         self.name = name if index is None else f"{name}-{index}"
         self._group = None if index is None else name
@@ -169,6 +171,7 @@ class Writer:
             raise ConfigError(
                 f"files={files!r:.80}: expected files or bytes by their path in the part"
             )
+
         with self._lock:
             self._refuse_over()
             self._session = self._current() or self._session
@@ -209,6 +212,7 @@ class Writer:
                     f"{checkpoint.location}: another checkpoint than the one that the "
                     "trainer continues from"
                 )
+
             parts = files_by_writer(checkpoint.manifest)
             paths: dict[str, list[str]] = {}
             stored_paths: set[str] = set()
@@ -218,6 +222,7 @@ class Writer:
                 stored_paths.update(f"{PARTS}/{name}/{path}" for path in paths[name])
                 if any(path != STATE_FILE for path in paths[name]):
                     has_files = True
+
             checkpoint.refuse_damaged(stored_paths)
             states = load_states(checkpoint, paths)
             if has_files and folder is None:
@@ -225,6 +230,7 @@ class Writer:
                     f"{checkpoint.location}: the part of {self.name} has files; give "
                     "resume() a folder for them"
                 )
+
             files = copy_files(checkpoint, paths, Path(str(folder)))
             return Part(checkpoint.location, checkpoint.manifest.step, states, files)
 
@@ -258,12 +264,14 @@ class Writer:
                         "choose another name"
                     )
                 return session
+
             if time.monotonic() > deadline:
                 raise WriterError(
                     f"{self._sessions.where(SESSION)}: no trainer has invited writers "
                     f"within {timeout_seconds:g} s; call CheckpointSaver.invite "
                     "there, and give both the same folder"
                 )
+
             time.sleep(next(pause))
 
     def _join(self) -> ExclusiveLease:
@@ -280,6 +288,7 @@ class Writer:
                     "another name"
                 ) from None
             lease.put()
+
         lease.begin()
         return lease
 
@@ -382,6 +391,7 @@ class Writer:
             raise WriterError(
                 f"step {step}: writer {self.name} has neither a state nor files to hand in"
             )
+
         reserved = (STATE_FILE, HANDED)
         wrong = [repr(path) for path in files if not is_inside(path) or path in reserved]
         if wrong:
@@ -389,6 +399,7 @@ class Writer:
                 f"step {step}: {listing(wrong, ', ')}: no path for a file of a "
                 "part; use another name"
             )
+
         store = self._sessions.within(handed_folder(self._session, step, self.name))
         make_like(store, self.run.folder)
         store = store.unsynced  # no sync to disk, because the trainer's commit makes files durable
@@ -401,6 +412,7 @@ class Writer:
                 store.delete([STATE_FILE])
                 record = replace(record, linked=True)
             records.append(record)
+
         for path, source in files.items():
             records.append(store_file(store, path, source, committed))
         last = self._session.last

@@ -80,11 +80,13 @@ class AveragedFile(TensorFile):
             data = first if file is self.files[0] else file.read(name, start, stop)
             if share:  # a share of 0 must ignore NaN, but NaN times 0 is NaN
                 total.add_(data.to(wide), alpha=share)
+
         dtype = dtype_of(self.specs[name].dtype)
         if not is_within(total, dtype):
             is_beyond = total.abs() > torch.finfo(dtype).max
             if bool(is_beyond.any()):
                 self.beyond.add(name)
+
         return total.to(dtype)
 
     def _read_last(self, name: str, first: Tensor, start: int, stop: int | None) -> Tensor:
@@ -130,14 +132,17 @@ def _refuse_other_tensors(files: Sequence[TensorFile], names: Sequence[str]) -> 
     for source, file in zip(names[1:], files[1:], strict=True):
         for difference in spec_differences(expected, _shapes_and_dtypes(file)):
             problems.append(f"{source}: {difference}")
+
     if problems:
         raise SelectionError(
             f"{listing(problems)}: not as in {names[0]}; average checkpoints of one model"
         )
+
     without_mean = []
     for name, (_, dtype) in expected.items():
         if dtype in _WITHOUT_MEAN:
             without_mean.append(f"{name}: {dtype}")
+
     if without_mean:
         raise SelectionError(
             f"{listing(without_mean)}: no mean of this dtype; convert the models first"
@@ -163,10 +168,12 @@ def _common_ties(
             first = ties.setdefault(name, stored_name)
             if first != stored_name:
                 problems.append(f"{source}: {name}: tied to {stored_name}, expected {first}")
+
     if problems:
         raise SelectionError(
             f"{listing(problems)}: not as in other sources; average checkpoints of one model"
         )
+
     notes = []
     for name, stored_name in ties.items():
         for source, file in zip(names, files, strict=True):
@@ -175,4 +182,5 @@ def _common_ties(
                     f"{name}: not in {source}; taken to be tied to {stored_name}, as "
                     "in the other sources"
                 )
+
     return ties, notes

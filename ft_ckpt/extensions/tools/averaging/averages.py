@@ -107,6 +107,7 @@ def average(
         options = replace(options, max_mode=max_mode)
         averaged = _average_files(files, shares, options)
         report = write_converted(averaged, folders[-1], options)
+
     return replace(report, notes=(*report.notes, *_notes_of(averaged)))
 
 
@@ -152,6 +153,7 @@ def _choose_sources(sources: list[Place], last: int | None) -> list[Place]:
     if len(sources) != 1 or type(last) is not int or last < 2:
         count = _counted(len(sources), "source")
         raise ConfigError(f"last={last!r} with {count}: expected one run's folder, and 2 or more")
+
     run = sources[0]
     saved = [info for info in list_readable(run).checkpoints if not info.manifest.made_from]
     if not saved:
@@ -159,8 +161,10 @@ def _choose_sources(sources: list[Place], last: int | None) -> list[Place]:
             f"{run}: no checkpoints of a run in it, {last} are wanted; give the folder that "
             "a run saves to, or the checkpoints themselves without last="
         )
+
     newest_run_id = saved[-1].manifest.run_id
     saved_by_run = [info for info in saved if info.manifest.run_id == newest_run_id]
+
     # The final export of a run repeats the weights of its last checkpoint, which must not count
     # twice. A run may have exports only.
     checkpoints = [info for info in saved_by_run if not info.manifest.export]
@@ -172,11 +176,13 @@ def _choose_sources(sources: list[Place], last: int | None) -> list[Place]:
             break
         if not damage_of(info.place):
             valid.append(info.place)
+
     if len(valid) < last:
         count = _counted(len(valid), "valid checkpoint")
         raise ConfigError(
             f"{run}: {count} of its newest run, {last} are wanted; give a smaller last="
         )
+
     return valid[::-1]
 
 
@@ -207,11 +213,13 @@ def _average_files(
             problems += base_problems
             file.notes += notes
         parts.append(replace(part, file=file))
+
     if problems:
         raise LoadError(
             f"{listing(problems)}; only models of one config, or adapters of one base, have an "
             "average"
         )
+
     return WeightsFolder(last.place, parts, _averaged_manifest(last.manifest, names))
 
 
@@ -246,10 +254,12 @@ def _notes_of(averaged: TensorFile) -> list[str]:
             notes |= dict.fromkeys(file.notes)
             unequal |= file.unequal
             beyond |= file.beyond
+
     if unequal:
         tensors = listing(sorted(unequal), ", ")
         note = f"{tensors}: no floating-point numbers, and not equal; the last source's were taken"
         notes[note] = None
+
     if beyond:
         notes[f"{listing(sorted(beyond), ', ')}: averages beyond the range of their dtype"] = None
     return list(notes)

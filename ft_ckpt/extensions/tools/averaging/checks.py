@@ -120,6 +120,7 @@ def differing_bases(
         base = None if part.record is None else part.record.base
         has_only_adapters = all(part.kind == "adapter" for part in folder.parts)
         adapters.append(_SourceAdapter(name, settings, base, has_only_adapters))
+
     problems = []
     for adapter in adapters:
         if adapter.has_only_adapters and is_irreproducible(adapter.settings):
@@ -127,11 +128,13 @@ def differing_bases(
                 f"{adapter.source}: its initialisation changed the base, which cannot be "
                 "repeated and is not stored"
             )
+
     are_sampled = all(adapter.base and adapter.base.fingerprint for adapter in adapters)
     base_texts = [_describe_base(adapter, are_sampled) for adapter in adapters]
     for name, base_text in zip(names, base_texts, strict=True):
         if base_text != base_texts[0]:
             problems.append(f"{name}: base is {base_text}, {base_texts[0]} in {names[0]}")
+
     notes = []
     if base_texts[0].startswith(_UNNAMED):
         notes.append("the adapters do not name their base; it was not compared")

@@ -109,6 +109,7 @@ def convert(
     """
     source = open_place(src)
     target = open_place(dst)
+
     # A file name might not be valid UTF-8.
     note = f"converted from {os.fsencode(source.basename).decode(errors='replace')}"
     names = read_map(map)
@@ -146,6 +147,7 @@ def write_converted(
         if skipped:
             reason = f", only {listing(list(skipped))}"
         raise LoadError(f"{source.basename}: no tensors in it{reason}")
+
     with explained(options.target):
         if options.format.folder_writer is not None:
             report = _convert_by_library(tensor_file, source, options, options.format.folder_writer)
@@ -153,6 +155,7 @@ def write_converted(
             report = _convert_to_folder(tensor_file, source, options)
         else:
             report = _convert_to_file(tensor_file, options)
+
     return replace(report, path=options.path, seconds=time.monotonic() - begun)
 
 
@@ -238,6 +241,7 @@ def _convert_by_library(
         staging.commit(converted_manifest(tensor_file, source, [part], files, options))
     finally:
         staging.discard()
+
     notes: tuple[str, ...] = ()
     if file.ties:
         notes = (f"{len(file.ties)} tied names stored as tensors of their own",)
@@ -253,6 +257,7 @@ def _convert_to_folder(
     if isinstance(tensor_file, WeightsFolder):
         parts = tensor_file.parts
         sidecars, left_out = tensor_file.sidecar_files()
+
     converted = [plan_converted_part(part, options) for part in parts]
     outputs: list[Output] = []
     for part in converted:
@@ -271,6 +276,7 @@ def _convert_to_folder(
         staging.commit(converted_manifest(tensor_file, source, records, files, options))
     finally:
         staging.discard()
+
     notes = (f"{listing(left_out, ', ')}: not copied",) if left_out else ()
     return _report_of(options, [part.file for part in converted], size_bytes, notes)
 
@@ -298,9 +304,11 @@ def _report_of(
         casts.update(file.casts)
         overflown += file.overflown
         skipped += file.skipped
+
     if overflown:
         names = listing(sorted(overflown), ", ")
         notes += (f"{names}: values beyond what {options.dtype} can hold have become infinite",)
+
     return ConvertReport(
         options.path,
         options.format.name,

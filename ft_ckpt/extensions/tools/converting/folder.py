@@ -67,6 +67,7 @@ class ConvertedPart:
                 ties=ties,
                 casts=self.file.casts,
             )
+
         new_names = {stored: name for name, stored in self.file.stored_names.items()}
         trainable = [new_names[name] for name in source_record.trainable if name in new_names]
         return replace(
@@ -96,10 +97,12 @@ def plan_converted_part(part: FolderPart, options: ConvertOptions) -> ConvertedP
     for file_name, tensor_names in shards.items():
         selected = select_tensors(file, tensor_names)
         outputs.append(plan_output(options.format, folder + file_name, selected))
+
     index = None
     if len(shards) > 1:
         total_size = sum(spec.size_bytes for spec in file.specs.values())
         index = shard_index(shards, {"total_size": total_size}, file.ties)
+
     index_path = f"{folder}{stem}{ending}.index.json"
     return ConvertedPart(part, file, tuple(outputs), index_path, index)
 
@@ -191,6 +194,7 @@ def converted_manifest(
             shared=shared,
             number=None,
         )
+
     completed_parts = tuple(_complete_record(part, source) for part in parts)
     are_adapters = all(part.kind == "adapter" for part in completed_parts)
     return Manifest(
@@ -233,6 +237,7 @@ def _complete_record(part: PartRecord, source: Place) -> PartRecord:
         config: Any = json.loads(read_text(source.folder, name))
     except (OSError, ValueError):
         return part
+
     if not isinstance(config, dict):
         return part
     if part.kind == "adapter":
@@ -244,6 +249,7 @@ def _complete_record(part: PartRecord, source: Place) -> PartRecord:
             class_name="PeftModel",
             base=base_of_config(config),
         )
+
     classes = config.get("architectures")
     class_name = str(classes[0]) if isinstance(classes, list) and classes else ""
     return replace(part, class_name=class_name)

@@ -30,6 +30,7 @@ def read_map(source: str | Path | Names | None) -> dict[str, str]:
         pairs: list[tuple[Any, Any]] = list(source.items())
     else:
         pairs = _read_pairs(open_place(source))
+
     not_text: list[str] = []
     one_sided: list[str] = []
     for old, new in pairs:
@@ -37,10 +38,12 @@ def read_map(source: str | Path | Names | None) -> dict[str, str]:
             not_text.append(f"{old!r}")
         elif old.endswith("*") != new.endswith("*"):
             one_sided.append(f"{old!r}")
+
     if not_text:
         raise ConfigError(
             f"{listing(not_text, ', ')}: expected an old name and a new one, both text"
         )
+
     counts = Counter(old for old, _ in pairs)
     repeated = sorted(f"{old!r}" for old, count in counts.items() if count > 1)
     if one_sided or repeated:
@@ -48,6 +51,7 @@ def read_map(source: str | Path | Names | None) -> dict[str, str]:
             f"{listing(one_sided + repeated, ', ')}: expected each old name once, and * at the end "
             "of both or none"
         )
+
     return dict(pairs)
 
 
@@ -61,12 +65,14 @@ def _read_pairs(place: Place) -> list[tuple[Any, Any]]:
                 f"{place}: not JSON ({error}); expected old names and new ones"
             ) from error
         return [(old, new) for old, new in pairs]
+
     lines = split_lines(text)
     wrong = [" ".join(words) for words in lines if len(words) != 2]
     if wrong:
         raise ConfigError(
             f"{place}: {listing(wrong)}: expected an old name and a new one in each line"
         )
+
     return [(words[0], words[1]) for words in lines]
 
 
@@ -105,14 +111,17 @@ def rename_tensors(names: Iterable[str], table: Names) -> dict[str, str]:
             new_names[name] = table.get(name, name)
         else:
             new_names[name] = table[prefix][:-1] + name[len(prefix) - 1 :]
+
     first_names: dict[str, str] = {}
     conflicts = []
     for name, new_name in new_names.items():
         first = first_names.setdefault(new_name, name)
         if first != name:
             conflicts.append(f"{name} and {first} -> {new_name}")
+
     if conflicts:
         raise SelectionError(
             f"{listing(conflicts)}: two tensors would have one name; rename one of them differently"
         )
+
     return new_names

@@ -89,16 +89,19 @@ def convert_options(
         target_format = format_named(DEFAULT_FORMAT)
     elif target_format is None:
         target_format = format_by_suffix(str(target))
+
     if place.is_object and to_folder:
         raise TargetError(
             f"{target}: a file, expected a folder for {target_format.name}; choose another path"
         )
+
     _check_shard_size(max_shard_size, target, to_folder)
     if shards is not None and target_format.folder_writer is None:
         raise ConfigError(
             f"shards={str(shards)!r}: format {target_format.name!r} has no shards by name; leave "
             "it out"
         )
+
     return ConvertOptions(
         place.location,
         target,

@@ -33,11 +33,13 @@ def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
             rules.append((words[0], words[1]))
         else:
             wrong.append(" ".join(words))
+
     if wrong or not rules:
         raise ConfigError(
             f"{source}: {listing(wrong) or 'no rule'}: expected a pattern and the name of a shard, "
             "of letters, digits, '.', '_' and '-', in each line"
         )
+
     return tuple(rules)
 
 
@@ -56,11 +58,14 @@ def assign_shards(specs: Sequence[Spec], rules: Sequence[ShardRule]) -> dict[str
             continue
         used.add(rule)
         shards[rule[1]].append(spec)
+
     for pattern, shard in rules:
         if (pattern, shard) not in used:
             problems.append(f"{pattern} {shard}: a rule for no tensor")
+
     if problems:
         raise SelectionError(
             f"{listing(problems)}; end the rules with '* NAME' for all that is left"
         )
+
     return shards

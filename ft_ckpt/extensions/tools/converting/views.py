@@ -34,6 +34,7 @@ def translate_file(file: TensorFile, names: Names, dtype: str | None) -> TensorV
     for name, spec in file.specs.items():
         if dtype is not None and spec.dtype in FLOAT_DTYPES:
             dtypes[new_names[name]] = dtype
+
     return TensorView.of_file(
         file,
         {new_names[name]: name for name in file.specs},

@@ -60,6 +60,7 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
         path, _, last_name = name.rpartition(".")
         if path in modules:  # a hook may add entries to the state dict that belong to no module
             sources_by_module.setdefault(id(modules[path]), {})[last_name] = source
+
     base_sources = dict(view.base_sources())
     other_adapters = set(view.module.peft_config) - set(names)
     weights = dict(zip(names, choice.weights, strict=True)) if choice.weights else {}
@@ -77,6 +78,7 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
             # The trained copy replaces the base layer, so the tensors of the base are not read.
             for source in layer_base.values():
                 needed_sources.pop(source.key, None)
+
         layer_weights = None
         if weights:
             layer_weights = tuple(weights[name] for name in adapters)
@@ -92,6 +94,7 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
                 sources=tuple(needed_sources.values()),
             )
         )
+
     return layers
 
 
@@ -197,6 +200,7 @@ def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str,
     for key, tensor in all_tensors.items():
         dtype = float_dtype if tensor.is_floating_point() else wide_dtype(tensor.dtype)
         wide[key] = tensor.to(dtype)
+
     if layer.weights is None:
         return _merge_copy(layer, wide, layer.adapters)
     base = {name: wide[source.key] for name, source in layer.base.items()}
@@ -207,6 +211,7 @@ def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str,
         for name, tensor in base.items():
             if tensor.is_floating_point():
                 total[name] += (with_adapter[name] - tensor) * weight
+
     return total
 
 

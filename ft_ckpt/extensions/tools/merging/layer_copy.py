@@ -37,9 +37,11 @@ def copy_layer(
         is_patched = is_method or is_engine_attribute(name, value)
         if name not in _TORCH_FIELDS and name not in tensors and not is_patched:
             vars(copied)[name] = _copy_value(value, replacements, copies)
+
     for name, child in module._modules.items():
         child_copy = None if child is None else copy_layer(child, replacements, copies)
         copied._modules[name] = child_copy
+
     _copy_tensors(module, copied, tensors)
     return copied.eval()
 
@@ -49,6 +51,7 @@ def _copy_tensors(module: nn.Module, copied: nn.Module, tensors: Mapping[str, Te
     for name in tensors:
         if name not in module._parameters and name not in module._buffers:
             names.append(name)
+
     for name in names:
         tensor: Any = tensors.get(name, module._parameters.get(name))
         # A placeholder is not wrapped, because the merge recognizes it by its identity.
@@ -56,6 +59,7 @@ def _copy_tensors(module: nn.Module, copied: nn.Module, tensors: Mapping[str, Te
         if tensor is not None and not is_placeholder:
             tensor = nn.Parameter(_on_host(tensor), requires_grad=False)
         copied._parameters[name] = tensor
+
     for name, buffer in module._buffers.items():
         if name in tensors:
             copied._buffers[name] = tensors[name]

@@ -55,6 +55,7 @@ def merged_part(view: View, *, dtype: str, choice: MergeChoice) -> Part:
             f"merged: {type(view.module).__name__} has no PEFT adapter; leave "
             "merged= out to save it as it is"
         )
+
     refuse_merged(view.module)
     refuse_quantised(view.base.module)
     names = _chosen_adapters(view, choice)
@@ -130,6 +131,7 @@ def _give_new_keys(base: View, layers: Sequence[AdaptedLayer]) -> _RekeyedBase:
     for layer in layers:
         for name in layer.base:
             outputs_by_name[f"{layer.base_path}.{name}"] = _LayerOutput(layer, name)
+
     names_by_key: dict[int, list[str]] = {}
     for name, source in base.sources.items():
         names_by_key.setdefault(source.key, []).append(name)
@@ -146,12 +148,14 @@ def _give_new_keys(base: View, layers: Sequence[AdaptedLayer]) -> _RekeyedBase:
         else:
             new_keys = {name: next(_new_keys) for name in names}
             untied.append(tuple(names))
+
         for name, key in new_keys.items():
             if name in outputs_by_name:
                 outputs[key] = outputs_by_name[name]
             else:
                 originals[key] = base.sources[name]
             sources[name] = replace(base.sources[name], key=key)
+
     module = _without_ties(base.module) if untied else base.module
     return _RekeyedBase(View(module, sources, base.extra), outputs, originals, tuple(untied))
 
@@ -223,6 +227,7 @@ def _replace_entries(entries: Sequence[Entry], base: _RekeyedBase) -> tuple[Entr
         producer = _producer_of(entry, base)
         if producer is not None:
             entries_by_producer.setdefault(producer, []).append(entry)
+
     groups = {}
     for producer, produced_entries in entries_by_producer.items():
         groups[producer] = _group_with_merge(produced_entries, base)
@@ -234,6 +239,7 @@ def _replace_entries(entries: Sequence[Entry], base: _RekeyedBase) -> tuple[Entr
         elif entry.source is not None:
             entry = entry._replace(source=base.live_source(entry.source))
         replaced.append(entry)
+
     return tuple(replaced)
 
 
@@ -259,6 +265,7 @@ def _group_with_merge(entries: Sequence[Entry], base: _RekeyedBase) -> Group:
         inputs = list(conversion.sources)
     else:
         inputs = [entry.source for entry in entries if entry.source is not None]
+
     layers: dict[AdaptedLayer, None] = {}
     live_sources: dict[int, Source] = {}
     for source in inputs:
@@ -267,9 +274,11 @@ def _group_with_merge(entries: Sequence[Entry], base: _RekeyedBase) -> Group:
         else:
             live_source = base.live_source(source)
             live_sources[live_source.key] = live_source
+
     for layer in layers:
         for source in layer.sources:
             live_sources[source.key] = source
+
     step = _MergeStep(entries, inputs, list(layers), live_sources, base)
     return Group(tuple(live_sources.values()), step.compute)
 
@@ -322,6 +331,7 @@ class _MergeStep:
         for layer in self.layers:
             layer_tensors = {source.key: live[source.key] for source in layer.sources}
             layer_outputs[layer] = merge_layer(layer, layer_tensors)
+
         inputs = {}
         for source in self.inputs:
             if source.key in self.base.outputs:
@@ -329,6 +339,7 @@ class _MergeStep:
                 inputs[source.name] = layer_outputs[layer][name]
             else:
                 inputs[source.name] = live[self.base.live_source(source).key]
+
         return inputs
 
 

@@ -63,6 +63,7 @@ class LogitsCheck:
             raise IncompleteError(
                 f"{text}: the merged model is not the live one; nothing is committed"
             )
+
         return text
 
 
@@ -82,6 +83,7 @@ def live_logits(model: nn.Module, check: str | Mapping[str, Any]) -> LogitsCheck
             f'check={check!r}: expected "logits", or a batch as a mapping, such '
             "as a tokenizer gives"
         )
+
     host = torch.device("cpu")
     parameter = next(model.parameters(), None)
     device = host if parameter is None else parameter.device
@@ -114,6 +116,7 @@ def _random_batch(model: Any) -> dict[str, Tensor]:
             f'check="logits": no batch can be made for {type(model).__name__}; give one, '
             f"check={{...}}"
         )
+
     generator = torch.Generator("cpu").manual_seed(_BATCH_SEED)
     ids = torch.randint(vocab_size, (_BATCH_ROWS, _BATCH_LENGTH), generator=generator, device="cpu")
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

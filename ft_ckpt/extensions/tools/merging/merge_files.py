@@ -144,9 +144,11 @@ def merge(
             "max_mode": max_mode,
         }
         report = _save_merged(model, options, choice, arguments, begun)
+
     if base_model.unused_names:
         names = listing(list(base_model.unused_names), ", ")
         notes = (f"{names}: the base's model has no place for it, left out", *notes)
+
     return ConvertReport(
         options.path,
         options.format.name,
@@ -204,14 +206,17 @@ def _sidecar_files(base_file: TensorFile, stored: StoredAdapters) -> dict[str, b
         for file in sidecars:
             if not _NOT_COPIED.match(file.name):
                 stores[file.name] = base_file.store
+
     tokenizer_files = _tokenizer_files(stored.folder)
     if any("tokenizer" in name for name in tokenizer_files):
         stores = {name: store for name, store in stores.items() if not _TOKENIZER.search(name)}
         stores |= dict.fromkeys(tokenizer_files, stored.folder)
+
     contents: dict[str, bytes] = {}
     for name, store in stores.items():
         with closing(store.open(name)) as content:
             contents[name] = read_range(content, 0, content.size_bytes)
+
     return contents
 
 

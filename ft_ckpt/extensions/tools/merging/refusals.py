@@ -38,10 +38,12 @@ def refuse_unmergeable(view: View, names: Sequence[str], layers: Sequence[Adapte
         reason = _why_not_adapter(view.module.peft_config[name])
         if reason:
             problems.append(f"adapter {name}: {reason}")
+
     for layer in layers:
         reason = _why_not_layer(layer)
         if reason:
             problems.append(f"{layer.path}: {reason}")
+
     problems = problems or _unused_tensors(view, names, layers)
     if problems:
         raise SelectionError(
@@ -89,6 +91,7 @@ def _problem_of_trial_merge(layer: AdaptedLayer) -> str | None:
         is_raised = str(last_frame.line).startswith("raise")
         is_refusal = is_raised and last_frame.filename.startswith(_PEFT_FOLDER)
         return f"{type(error).__name__}: {error}" if is_refusal else None
+
     problems = []
     for name, source in layer.base.items():
         shape = None
@@ -96,6 +99,7 @@ def _problem_of_trial_merge(layer: AdaptedLayer) -> str | None:
             shape = tuple(outputs[name].shape)
         if shape != source.shape:
             problems.append(f"{name} is {shape}, not {source.shape}")
+
     return f"once merged, {listing(problems, ', ')}" if problems else None
 
 

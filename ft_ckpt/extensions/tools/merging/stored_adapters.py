@@ -82,11 +82,13 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
         records = _records_of_peft_folder(place.folder)
         manifest = Manifest(tuple(records), (), "adapter", "")
         checkpoint = OpenCheckpoint(place, place.folder, manifest, "")
+
     if not records:
         raise LoadError(
             f"{place}: {describe_contents(place).text}; expected a folder with an adapter "
             f"({_CONFIG})"
         )
+
     stored = StoredAdapters(checkpoint, _chosen_records(place, records, names))
     checkpoint.refuse_damaged(stored.files)
     return stored
@@ -136,6 +138,7 @@ def find_base(stored: StoredAdapters, base: Place | None) -> Place:
     for record in stored.records:
         unknown_base = BaseRecord(None, None, "float32", "", {})
         bases[str(record.adapter)] = record.base or unknown_base
+
     _refuse_several_bases(bases)
     adapter = str(stored.records[0].adapter)
     recorded_base = bases[adapter]
@@ -145,6 +148,7 @@ def find_base(stored: StoredAdapters, base: Place | None) -> Place:
             folder = base_folder(base_id, recorded_base.revision)
             if folder is not None:
                 return folder
+
     raise LoadError(
         f"adapter {adapter!r}: its base {recorded_base.id or id_in_config!r} is neither a folder "
         "here nor in the Hub's cache; name its folder with base="
@@ -190,11 +194,13 @@ def _record_of_peft_adapter(store: Store, path: str, name: str) -> PartRecord:
         raise CorruptError(
             f"{store.url}: {_CONFIG} without weights (adapter_model.safetensors); use another copy"
         )
+
     file = f"{path}/{files[0]}".lstrip("/")
     tensors = []
     with closing(join_weight_files(store, files)) as tensor_file:
         for spec in tensor_file.specs.values():
             tensors.append(TensorRecord(spec.name, spec.shape, spec.dtype, file, 0, 0))
+
     format_name = checkpoint_format_of(files[0]).name
     record = PartRecord(name, path, "adapter", format_name, "PeftModel", tuple(tensors))
     base = base_of_config(_read_config(store))
@@ -229,9 +235,11 @@ def _chosen_records(
                 f"{place}: holds the adapters {', '.join(by_name)}, none of them active; name some"
             )
         return tuple(active or records)
+
     unknown = [name for name in names if name not in by_name]
     if unknown:
         raise SelectionError(
             f"adapter {', '.join(unknown)}: not in {place}, which has {', '.join(by_name)}"
         )
+
     return tuple(by_name[name] for name in names)

@@ -57,6 +57,7 @@ def relation_of(stored: Manifest | None, manifest: Manifest) -> Relation:
             return Relation.OLDER
         if stored.created > manifest.created:
             return Relation.NEWER
+
     return Relation.OTHER
 
 

@@ -97,6 +97,7 @@ def put_signature(store: Store, signed: Signed) -> None:
         reason = "the manifest of the copy differs from the signed one"
     except CheckpointError as error:
         reason = str(error)
+
     warn(
         f"{store.where(SIGNATURE_NAME)}: not copied: {reason}; `ft-ckpt sign` signs the copy",
     )

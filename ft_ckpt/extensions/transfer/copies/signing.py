@@ -51,14 +51,17 @@ def sign(
                 f"{folder}: {listing(unlisted, ', ')}: not listed by the "
                 "manifest; move it away and sign"
             )
+
         if any(file.path == SIGNATURE_NAME for file in checkpoint.manifest.files):
             raise CorruptError(
                 f"{folder}: {SIGNATURE_NAME}: listed by the manifest, expected no file of this name"
             )
+
         bundle = make_signature(checkpoint.store, checkpoint.manifest, key, password, provider)
         store = LocalStore(folder, max_mode=permission_bits(folder / MANIFEST_NAME))
         store.write(SIGNATURE_NAME, bundle)
         if text_identity(manifest_text(store).encode()) != checkpoint.identity:
             store.delete([SIGNATURE_NAME])
             raise CorruptError(f"{folder}: replaced while it was signed; sign it again")
+
     return folder / SIGNATURE_NAME

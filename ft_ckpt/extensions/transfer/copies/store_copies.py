@@ -88,6 +88,7 @@ def copy_open(
                 staging.commit(replace(manifest, files=records, token=None))
         reused = tuple(sorted(copies.reused))
         report = replace(report, sent_bytes=copies.sent_bytes, reused=reused)
+
     if signed is not None:
         put_signature(target.folder, signed)
     return replace(report, seconds=time.monotonic() - start)
@@ -237,6 +238,7 @@ class _FileCopies:
                 raise CorruptError(
                     f"{opened.where}: {size_problem(opened.size_bytes, file.size_bytes)}"
                 )
+
             running = RunningDigest(file.size_bytes, file.cuts, file.ranks)
 
             def watch(content: memoryview) -> None:
@@ -247,6 +249,7 @@ class _FileCopies:
 
             stored = copy_object(opened, self.store, file.path, watch)
             opened.check()
+
         self._refuse_damaged(file, running.text())
         return None if stored is None else stored.etag
 

@@ -89,6 +89,7 @@ def outgoing_files(
             record = record_of(file.path, changed_config.content)
         if file.path != CARD_NAME:
             records.append(record)
+
     parts = tuple(
         replace(part, base=_without_local_path(part.base, base_id)) for part in manifest.parts
     )
@@ -203,6 +204,7 @@ def _without_local_paths(
         for name, entry in value.items():
             cleaned[name] = _without_local_paths(entry, name, local_bases, base_id, changes)
         return cleaned
+
     if isinstance(value, list):
         return [_without_local_paths(entry, key, local_bases, base_id, changes) for entry in value]
     if not isinstance(value, str):

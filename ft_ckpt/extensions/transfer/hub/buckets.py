@@ -198,9 +198,11 @@ def _send_once(
         if _SENDING in present:
             folder.send({}, delete=[_SENDING])
         return replace(report, is_new=False, sent_bytes=0)
+
     if MANIFEST_NAME in present and not overwrite and not is_same:
         advice = "use another name, or overwrite=True (--force)"
         raise NameTakenError(f"{folder.url}: exists already; {advice}")
+
     old_names = _older_files(folder, present, stored)
     files, manifest_text = _files_to_send(checkpoint, manifest)
     stale_names = old_names - files.keys() - {MANIFEST_NAME, _SENDING}
@@ -215,6 +217,7 @@ def _send_once(
             raise TargetError(f"{folder.url}: {names}: not in the bucket as sent; copy it again")
         folder.send({MANIFEST_NAME: manifest_text.encode()})
         folder.send({}, delete=[_SENDING])
+
     return report
 
 
@@ -265,12 +268,14 @@ def _older_files(
         with suppress(ManifestError, ValueError):
             document = json.loads(folder.read_text(present[_SENDING]))
             names.update(as_record(document, tuple[str, ...]))
+
     foreign = sorted(present.keys() - names)
     if foreign:
         raise TargetError(
             f"{folder.url}: {listing(foreign, ', ')}: files that belong to no checkpoint are in "
             "the way; move them, or use another name"
         )
+
     return names & present.keys()
 
 
@@ -302,6 +307,7 @@ def _fetch_once(folder: BucketFolder, target: Path, *, overwrite: bool) -> tuple
             f"{folder.url}: no {MANIFEST_NAME} in it, so no checkpoint was completed there; look "
             "at the name, or push it again"
         )
+
     text = folder.read_text(present[MANIFEST_NAME])
     manifest = parse_manifest(text, f"{folder.url}/{MANIFEST_NAME}")
     target_place = Place(LocalStore(target))
@@ -313,6 +319,7 @@ def _fetch_once(folder: BucketFolder, target: Path, *, overwrite: bool) -> tuple
         if not overwrite and not is_same_copy(manifest_at(target_place), manifest):
             refuse_occupied(target_place)
         _download(folder, present, manifest, target)
+
     if SIGNATURE_NAME in present:
         put_signature(target_place.folder, Signed(folder.read_text(present[SIGNATURE_NAME]), text))
     return report, text
@@ -329,6 +336,7 @@ def _download(
     if absent:
         names = listing(absent, ", ")
         raise CorruptError(f"{folder.url}: {names}: missing or of another size; push it again")
+
     paths = [file.path for file in manifest.files]
     size_bytes = sum(file.size_bytes for file in manifest.files)
     staging = open_staging(target)

@@ -58,6 +58,7 @@ def card_facts(
     for metric, value in manifest.metrics.items():
         if _is_result(metric, value, manifest):
             metrics[metric] = value
+
     return CardFacts(
         name=name,
         library=library,
@@ -95,6 +96,7 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
         reason = " ".join(str(error).split())
         note = f"README.md: its metadata cannot be read ({reason}), so it stays as it is"
         return text, [note]
+
     data: Any = card.data  # its methods are not typed
     before = data.to_dict()
     fields = {
@@ -105,6 +107,7 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
     for key, value in fields.items():
         if value is not None:
             data[key] = value
+
     data["tags"] = _updated_tags(data.get("tags"), facts)
     if isinstance(data.get("base_model"), str) and not is_hub_name(data["base_model"]):
         data["base_model"] = None  # a local path

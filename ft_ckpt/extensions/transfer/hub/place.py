@@ -56,17 +56,20 @@ def parse_place(text: str, revision: str | None = None) -> HubPlace:
         folder = match[3]
         if match[2] is not None:
             url_revision = unquote(match[2])
+
     if "://" in repo_id or repo_id.split("/")[0] in _NO_MODELS:
         raise ConfigError(
             f"{text}: no model repository; expected hf://user/name, with "
             "@revision or a folder if needed"
         )
+
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ConfigError(
             f"{text}: no name of a model repository ({error}); expected user/name"
         ) from error
+
     if url_revision is not None and revision is not None and url_revision != revision:
         raise ConfigError(f"{text} and revision={revision!r}: two revisions; leave one out")
     return HubPlace(repo_id, url_revision or revision or MAIN, folder or "")

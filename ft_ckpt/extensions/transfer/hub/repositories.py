@@ -110,6 +110,7 @@ class HubEndpoint(Endpoint):
                 f"{place.url}: no folder to pull it into; the cache is for buckets, the "
                 "Hub has one of its own"
             )
+
         _refuse_taken(folder, overwrite)
         with hub_errors(place.url, writing=False):
             api = make_api(self.token)
@@ -128,6 +129,7 @@ class HubEndpoint(Endpoint):
                 else:
                     _refuse_taken(folder, overwrite=False)
                     place_files(staging.stage, folder)
+
         return PullReport(
             path=folder,
             url=place.url,
@@ -265,11 +267,13 @@ def _read_head(api: HfApi, place: HubPlace, options: PushOptions) -> _Head:
         if place.revision != MAIN:
             api.create_branch(place.repo_id, branch=place.revision, exist_ok=True)
         info = api.model_info(place.repo_id, revision=place.revision)
+
     if options.private and info.private is False:
         raise TargetError(
             f"{place.url}: public, and private=True was asked for; make it "
             "private, nothing was pushed"
         )
+
     names = frozenset(sibling.rfilename for sibling in info.siblings or ())
     card = _remote_text(api, place, info.sha, CARD_NAME, names)
     text = _remote_text(api, place, info.sha, MANIFEST_NAME, names)

@@ -117,6 +117,7 @@ def sync(
         drop = [_place_in(target, name).location for name in plan.drop]
         strip = [_place_in(target, name).location for name in plan.strip]
         removed = remove_checkpoints(target, drop, strip)
+
     return replace(
         report,
         copied=tuple(copied),
@@ -149,6 +150,7 @@ def _plan_sync(source: Listing, destination: Listing, target: Place, *, delete: 
     for info in reversed(source.checkpoints):
         if info.name not in unread:
             _plan_one(plan, info, stored.get(info.name), target, delete=delete)
+
     if delete:
         # An export may lie in any folder, so only other checkpoints with a run id show which runs
         # are stored here.
@@ -160,6 +162,7 @@ def _plan_sync(source: Listing, destination: Listing, target: Place, *, delete: 
         for info in extra:
             if not info.manifest.export and info.manifest.run_id in run_ids:
                 plan.drop.append(info.name)
+
     return plan
 
 

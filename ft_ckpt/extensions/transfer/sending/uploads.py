@@ -71,20 +71,26 @@ class RunUploads:
     def __init__(self, upload_folder: Place, bucket: Place, give_way: Callable[[], object]) -> None:
         self.upload_folder = upload_folder
         self.bucket = bucket
+
         # Called first in each thread, so that uploads do not slow the training down.
         self.give_way = give_way
+
         # Held while checkpoints in the upload folder are deleted.
         self.deletion_lock = threading.Lock()
+
         # The problems of the last round, by name of the checkpoint.
         self.problems: dict[str, Exception] = {}
         self._queue = JobQueue(self._end_with_process)
         self._change = threading.Lock()
         self._waiting: list[PendingPush] = []
         self._terms: UploadTerms | None = None
+
         # The content digests of checkpoints that any round has uploaded.
         self._uploaded: set[str] = set()
+
         # Whether a round is queued that has not begun, and so will find new checkpoints.
         self._is_queued = False
+
         # Whether `finish` has described what is left since the last request.
         self._is_rest_described = False
         self._is_over = threading.Event()
@@ -181,6 +187,7 @@ class RunUploads:
             waiting = _unfinished(self._waiting)
             self._is_queued = False
             terms = self._terms
+
         if terms is None:
             return
         current = _Round(terms)
@@ -191,6 +198,7 @@ class RunUploads:
             self._upload_all(current)
         except Exception as error:  # noqa: BLE001 - raised from the handles
             current.ended_by = error
+
         self._uploaded |= current.uploaded
         self.problems = self._problems_after(current)
         try:
@@ -238,11 +246,13 @@ class RunUploads:
         except (CheckpointError, OSError) as error:
             self._record_failure(info, error, current)
             return
+
         current.uploaded.add(identity)
         if report is not None:
             self._finish_handles(info, report)
             if report.is_new:
                 prune_after_save(self.bucket, terms.keep, terms.run_id, terms.protect)
+
         with self.deletion_lock:
             missing = tuple(other.place for other in self._listed_without(current.uploaded))
             prune_after_save(self.upload_folder, Keep(last=1), terms.run_id, missing)
@@ -297,6 +307,7 @@ class RunUploads:
             # This run was resumed from the run that has left the checkpoint in the upload folder.
             if stored.run_id != manifest.run_id and manifest.run_id != terms.run_id:
                 return None
+
         with open_checkpoint(info.place) as checkpoint:
             report = copy_open(
                 checkpoint,
