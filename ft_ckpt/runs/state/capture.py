@@ -1,8 +1,18 @@
-"""Captures the state of a run for a save: tensors as entries, all else as one JSON document.
+"""Collects the training state of a run for a save: optimizers, schedulers, random states and so on.
 
-An entry is one tensor to be stored: its name, its dtype in the file, and its source, which says
-which elements of it this rank holds. A part is a folder of the checkpoint. The entries of the state
-form a part of their own, and are written like weights.
+The tensors of the state are stored in a folder of their own, in the same file format as weights.
+Everything else, such as step counts and learning rates, becomes one JSON document. No tensor is
+copied here.
+
+The words of this module:
+
+- An item is one object with a state, such as an optimizer, under its name in the checkpoint.
+- A tree is a state dict or another nesting of dicts and lists. Its leaves are its tensors. Items
+  that are neither models nor optimizers are stored as trees. Each rank also stores trees for
+  itself, such as its random states.
+- A source is a tensor of this run, and says which of its elements this rank holds.
+- An entry is a tensor to be stored: its name and dtype in the file, and its source.
+- A part is a folder of the checkpoint with its entries. The training state is one part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +46,12 @@ from ft_ckpt.saving.planning import StateToSave
 
 @dataclass(frozen=True, eq=False)
 class TrainingState:
-    """The training state of all ranks, ready to be stored. Only rank 0 has the whole document."""
+    """The training state of all ranks, ready to be stored.
+
+    Attributes:
+        entries: The tensors. They are the same on all ranks.
+        document: Everything else. It is complete on rank 0 only.
+    """
 
     entries: tuple[Entry, ...]
     document: Document
@@ -48,9 +63,10 @@ class Captured:
 
     Attributes:
         tensors: The tensors of the model that is saved.
-        sources: The tensors of all models of the run; {} for a save of weights alone.
-        state: The training state; None for a save of weights alone, or after an error.
-        error: Why there is no state. It is raised on all ranks when the save is planned.
+        sources: The tensors of all models of the run. It is empty for a save of weights alone.
+        state: The training state. None for a save of weights alone, or after an error.
+        error: Why there is no state. `state_to_save` raises it when the save is planned, and the
+            other ranks raise it then too.
     """
 
     tensors: ModelTensors
@@ -60,18 +76,20 @@ class Captured:
 
     @property
     def document(self) -> Document:
+        """The document of the state. A new empty dict if there is no state."""
         return {} if self.state is None else self.state.document
 
     def state_to_save(self) -> StateToSave:
-        """Return the state as a save stores it. Raises `error` if there is one."""
+        """Return the state in the form in which a save takes it. Raises `error` if there is one."""
         if self.error is not None:
             raise self.error
         assert self.state is not None, "without an error there is a state"
+
         return StateToSave(
             tensors=self.tensors,
             sources=model_sources(self.sources) or self.tensors.sources(),
             all_sources=tuple(self.sources.values()),
-            make_part=partial(state_part, self.state),
+            make_part=partial(_complete_state_part, self.state),
             document=self.state.document,
         )
 
@@ -81,30 +99,49 @@ def capture_run(
 ) -> Captured:
     """Capture the state of a run, without copying tensors.
 
-    Collective: call it on every rank. `objects` returns three values: the model that is saved, the
-    items with a state, and the trees that this rank stores for itself.
+    Collective: call it on every rank.
 
-    Raises SelectionError naming state that cannot be saved, and RanksDisagreeError naming objects
-    that differ between ranks. If this rank fails after that, `error` of the result has the error.
+    Args:
+        objects: Returns the model that is saved, the items, and the trees that this rank stores for
+            itself.
+        ranks: The ranks of the run.
+
+    Raises:
+        SelectionError: Some state cannot be saved. It is raised on all ranks.
+        RanksDisagreeError: Objects differ between ranks.
+
+    If this rank fails once the ranks have compared their objects, nothing is raised yet. The result
+    has the error.
     """
-    walked, error = try_action(partial(_walk_objects, objects, digest=ranks.size > 1))
-    if walked is None:
+    compare_ranks = ranks.size > 1
+    walk, error = try_action(partial(_walk_objects, objects, digest=compare_ranks))
+    if walk is None:
+        # The other ranks exchange descriptions now. They get this error instead, and all raise it.
         ranks.agree("save_state()", error=error)
-    assert walked is not None, "the agreement has raised the error"
-    items, models, sources, local = walked
+    assert walk is not None, "the agreement has raised the error"
+
+    items, models, sources, local = walk
     descriptions, trees = exchange_descriptions(local, items, ranks, sources)
+
     assemble = partial(assemble_state, local, descriptions, trees, items, sources, ranks.rank)
     state, error = try_action(assemble)
     if state is not None:
         state.document[FLAGS] = gradient_flags(sources)
-    return Captured(models[""], sources, state, error)
+
+    saved_model = models[""]  # the main model is under the empty name
+    return Captured(saved_model, sources, state, error)
 
 
 def _walk_objects(
     objects: Callable[[], tuple[nn.Module, Sequence[Item], Mapping[str, Any]]], digest: bool
 ) -> tuple[Sequence[Item], dict[str, ModelTensors], dict[Key, Source], LocalState]:
-    model, items, rank_trees = objects()
-    items, models, sources = walk_run(model, items)
+    """Find the state on this rank, and describe it for the other ranks.
+
+    With `digest` the descriptions get a digest, by which ranks compare them. Returns the items, the
+    tensors of each model by the name of its item, the same tensors as sources, and the state.
+    """
+    model, run_items, rank_trees = objects()
+    items, models, sources = walk_run(model, run_items)
     return items, models, sources, local_state(items, sources, rank_trees, digest)
 
 
@@ -116,67 +153,40 @@ def assemble_state(
     sources: Mapping[Key, Source],
     rank: int,
 ) -> TrainingState:
-    """Make the state of the run from what the ranks have exchanged.
+    """Make the training state from what the ranks have exchanged.
 
-    `descriptions` and `trees` are the results of `exchange_descriptions`. All ranks get the same
-    entries. Only rank 0 gets a whole document.
+    All ranks get the same entries. Only rank 0 gets a complete document.
+
+    Args:
+        local: The state on this rank.
+        descriptions: The description of each item, from `exchange_descriptions`.
+        trees: The trees that each rank stores for itself, by rank, from `exchange_descriptions`.
+        items: The items of the run.
+        sources: The tensors of all models.
+        rank: This rank.
     """
     entries: list[Entry] = []
+
     stored_items: Document = {}
     for item in items:
         description = descriptions[item.name]
         entries += _item_entries(item, local, description, sources, rank)
         if item.kind == "object":
-            description = _stored_tree(description)
-        stored_items[item.name] = description
+            stored_items[item.name] = _stored_tree(description)
+        else:
+            stored_items[item.name] = description
 
     stored_trees = []
-    for owner, rank_trees in enumerate(trees):
-        for name, tree in rank_trees.items():
+    for owner, owner_trees in enumerate(trees):
+        for name, tree in owner_trees.items():
             for index, leaf in enumerate(tree["leaves"]):
                 tensor = local.leaves[name][index] if owner == rank else None
                 source = _leaf_source(f"rank-{owner}/{name}/{index}", leaf, tensor, owner)
                 entries.append(_entry_of(source))
-        stored_trees.append({name: _stored_tree(tree) for name, tree in rank_trees.items()})
+        stored_trees.append({name: _stored_tree(tree) for name, tree in owner_trees.items()})
 
     document = {"version": DOCUMENT_VERSION, "items": stored_items, "ranks": stored_trees}
     return TrainingState(tuple(entries), document)
-
-
-def state_part(state: TrainingState, parts: Sequence[Part], sources: Mapping[str, Source]) -> Part:
-    """Return the part of the checkpoint that holds the training state.
-
-    It has the entries of `state`. It also has an exact copy of each tensor of the model (`sources`)
-    that the other `parts` store in another dtype or not at all. The document gets "weights": where
-    the exact values of each tensor are, as [folder of the part, name].
-
-    The frozen parameters of an adapter's base are not copied, because they do not belong to the
-    run. Frozen parameters of the adapter itself are copied, because PEFT omits them or stores them
-    in another form, and another process may initialize them differently.
-    """
-    exact: dict[int, list[str]] = {}  # where the exact values of a tensor are, by its key
-    frozen_bases: set[int] = set()
-    for part in parts:
-        for entry in part.entries:
-            if entry.source is not None and entry.dtype == entry.source.dtype:
-                exact[entry.source.key] = [part.path, entry.name]
-        if part.kind == "adapter":
-            base_parameters = [source for source in part.base.values() if source.is_parameter]
-            frozen_bases.update(source.key for source in base_parameters)
-
-    entries = list(state.entries)
-    weights: dict[str, list[str]] = {}
-    for name, source in sources.items():
-        if source.is_added:
-            continue  # it is stored with the extra state of its module
-        if source.key in exact:
-            weights[name] = exact[source.key]
-        elif source.key not in frozen_bases or source.trainable:
-            exact[source.key] = weights[name] = [FOLDER, f"weights/{name}"]
-            entries.append(_entry_of(replace(source, name=f"weights/{name}")))
-
-    state.document["weights"] = weights
-    return Part(FOLDER, FOLDER, "state", None, tuple(entries), FILE)
 
 
 def _item_entries(
@@ -192,6 +202,7 @@ def _item_entries(
         return _prefixed_entries(item.name, tensors)
 
     if item.kind == "model":
+        # A tied tensor has several names. It is stored under the first.
         model_tensors = model_sources(sources, item.name)
         first_names = [names[0] for names in tied_names(model_tensors)]
         return _prefixed_entries(item.name, {name: model_tensors[name] for name in first_names})
@@ -205,25 +216,9 @@ def _item_entries(
         if tensor is not None and is_distributed(tensor):
             entries.append(_entry_of(source_of_leaf(name, tensor)))
         else:
-            entries.append(_entry_of(_leaf_source(name, leaf, tensor, 0)))
+            entries.append(_entry_of(_leaf_source(name, leaf, tensor, owner=0)))
 
     return entries
-
-
-def _stored_tree(description: Document) -> Document:
-    """Return what the document stores of a described tree: its nodes, and how many tensors."""
-    return {"tree": description.get("tree"), "tensors": len(description["leaves"])}
-
-
-def _leaf_source(name: str, leaf: Document, tensor: Tensor | None, owner: int) -> Source:
-    """Return the source of a tensor in a tree that the rank `owner` stores.
-
-    `leaf` describes it. `tensor` is the tensor on this rank, or None on the other ranks.
-    """
-    shape = tuple(leaf["shape"])
-    sharding = OwnedSharding(shape, owner)
-    source = held_source(name, name, shape, "plain", sharding, dtype_of(leaf["dtype"]), tensor)
-    return source.holding(tensor)
 
 
 def _prefixed_entries(prefix: str, tensors: Mapping[str, Source]) -> list[Entry]:
@@ -232,3 +227,82 @@ def _prefixed_entries(prefix: str, tensors: Mapping[str, Source]) -> list[Entry]
 
 def _entry_of(source: Source) -> Entry:
     return unchanged_entry(source.name, source)
+
+
+def _leaf_source(name: str, leaf: Document, tensor: Tensor | None, owner: int) -> Source:
+    """Return the source of a leaf that one rank stores.
+
+    Args:
+        name: The name under which it is stored.
+        leaf: Its description, with its shape and dtype.
+        tensor: The tensor on the rank that stores it. None on other ranks.
+        owner: The rank that stores it.
+    """
+    shape = tuple(leaf["shape"])
+    source = held_source(
+        name=name,
+        raw_name=name,
+        shape=shape,
+        engine="plain",
+        sharding=OwnedSharding(shape, owner),
+        dtype=dtype_of(leaf["dtype"]),
+        live=tensor,
+    )
+    return source.holding(tensor)
+
+
+def _stored_tree(description: Document) -> Document:
+    """Return what the document stores of a tree: its nesting, and how many tensors it has."""
+    return {"tree": description.get("tree"), "tensors": len(description["leaves"])}
+
+
+def _complete_state_part(
+    state: TrainingState, parts: Sequence[Part], sources: Mapping[str, Source]
+) -> Part:
+    """Make the part with the training state, and complete the document of `state`.
+
+    The other parts may store a tensor of the model in another dtype, or not at all. A resume needs
+    the exact values, so this part gets a copy of each such tensor. The document gets "weights",
+    which says where the exact values of each tensor are. For example:
+
+        {"lm_head.weight": [folder of the part, name in that part]}
+
+    The frozen parameters of an adapter's base are not copied, because they do not belong to the
+    run. Frozen parameters of the adapter itself are copied, because PEFT omits them or stores them
+    in another form, and another process may initialize them differently.
+
+    Args:
+        state: The training state.
+        parts: The other parts of the checkpoint.
+        sources: The tensors of the model that is saved, by name.
+    """
+    # A tensor can have several names, but it has one key.
+    locations: dict[int, list[str]] = {}
+    base_keys: set[int] = set()
+    for part in parts:
+        for entry in part.entries:
+            if entry.source is not None and entry.dtype == entry.source.dtype:
+                locations[entry.source.key] = [part.path, entry.name]
+        if part.kind == "adapter":
+            base_keys.update(source.key for source in part.base.values() if source.is_parameter)
+
+    entries = list(state.entries)
+    weights: dict[str, list[str]] = {}
+    for name, source in sources.items():
+        # Such a tensor is stored with the extra state of its module.
+        if source.is_added:
+            continue
+
+        is_frozen_base = source.key in base_keys and not source.trainable
+        if source.key not in locations and not is_frozen_base:
+            copy_name = f"weights/{name}"
+            entries.append(_entry_of(replace(source, name=copy_name)))
+            locations[source.key] = [FOLDER, copy_name]
+
+        if source.key in locations:
+            weights[name] = locations[source.key]
+
+    state.document["weights"] = weights
+    return Part(
+        name=FOLDER, path=FOLDER, kind="state", module=None, entries=tuple(entries), file=FILE
+    )
