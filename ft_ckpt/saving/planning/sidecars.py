@@ -1,8 +1,14 @@
-"""Makes the sidecar files of a checkpoint, which are all files without weights.
+"""Makes the sidecar files of a checkpoint, which are all of its files except the weight files.
 
-They are configs, the tokenizer, adapter settings, the shard index, the state of a run as JSON, and
-the caller's extra files. Their content is made when the save is planned and written later, so a
-background save stores them as they were at the call.
+For example, a saved model has "model.safetensors" with its weights, and the sidecar files
+"config.json", "generation_config.json" and "tokenizer.json". The shard index, the state of a run as
+JSON and the caller's extra files are sidecar files, too.
+
+The contents are made in memory when the save is planned, and they are written later. A background
+save therefore stores them as they were when it was called.
+
+A part is one saved object of the checkpoint, such as the model or an adapter. Each part has a
+folder in the checkpoint, and its `PartPlan` says which files the part has there.
 """
 
 import json
@@ -34,15 +40,15 @@ from ft_ckpt.storage.places import files_made_by
 
 @dataclass(frozen=True, eq=False)
 class Sidecars:
-    """The content of the sidecar files at one moment, on rank 0.
+    """The contents of the sidecar files at one moment, on rank 0.
 
-    Later changes to the model do not change the content.
+    Later changes to the model do not change the contents.
 
     Attributes:
-        files: The content by path in the checkpoint, except for the document.
+        files: The content of each file except `document`, by path in the checkpoint.
         bases: The base models of adapters, by the name of the part.
         classes: The class names of the modules, by the name of the part.
-        document: The state of a run; None if the save is of no run.
+        document: The state of the training run, or None if no such state is saved.
         notes: Messages about the tokenizer, for the report and the manifest.
     """
 
@@ -66,55 +72,60 @@ class Sidecars:
 def sidecars_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -> Sidecars:
     """Make the sidecar files of the live objects as they are now.
 
-    The result is empty on ranks other than 0. Raises CompanionError if tokenizer, config and model
-    do not fit, ConfigError for extra files outside the folder or with a path of another file.
+    The result is empty on ranks other than 0.
+
+    Raises CompanionError if tokenizer, config and model do not fit together. Raises ConfigError if
+    an extra file is outside the checkpoint, or has the path of another file of the checkpoint.
     """
     if not ranks.is_main:
         return Sidecars()
-    reserved = {MANIFEST_NAME, STATE_DOCUMENT}
-    for plan in plans:
-        reserved.add(plan.index_path)
-        reserved.update(file.path for file in plan.files)
 
-    extras = _encode_extra_files(request.extra_files, reserved)
+    extra_files = _encode_extra_files(request.extra_files, _reserved_paths(plans))
+
     parts_with_config = [plan.part for plan in plans if plan.part.kind in ("model", "adapter")]
     notes: list[str] = []
     for part in parts_with_config:
         notes += check_sidecars(part.module, request.tokenizer, request.chat_template_name)
-    parts = [plan.part for plan in plans if plan.part.kind != "state"]
-    bases = {part.name: record_of_base(part) for part in parts if part.kind == "adapter"}
-    files: dict[str, bytes] = {}
-    for part in parts:
-        write = partial(
-            write_part_files,
-            part=part,
-            base=bases.get(part.name),
-            base_id=request.base_id,
-            tokenizer=request.tokenizer,
-            chat_template_name=request.chat_template_name,
-        )
-        files |= _in_folder_of(part, files_made_by(write))
 
-    if request.tokenizer is not None and not parts_with_config:
-        notes.append("tokenizer: not written, because no saved module has a config")
-    elif request.tokenizer is not None:
-        contents = files_made_by(partial(write_tokenizer, tokenizer=request.tokenizer))
-        for part in parts_with_config:
-            files |= _in_folder_of(part, contents)
+    modules = [plan.part for plan in plans if plan.part.kind != "state"]
+    bases = {part.name: record_of_base(part) for part in modules if part.kind == "adapter"}
+    files: dict[str, bytes] = {}
+    for part in modules:
+        files.update(_module_files(part, bases.get(part.name), request))
+
+    if request.tokenizer is not None and parts_with_config:
+        files.update(_tokenizer_files(request.tokenizer, parts_with_config))
         notes += notes_on_classes(request.tokenizer)
+    elif request.tokenizer is not None:
+        notes.append("tokenizer: not written, because no saved module has a config")
 
     classes = {}
     for plan in plans:
         module = plan.part.module
-        extra = plan.part.extra
         classes[plan.part.name] = "" if module is None else user_class(type(module)).__name__
-        if extra is not None:
-            files[path_in(plan.part, EXTRA_FILE)] = extra.encode()
-        if plan.index is not None:
-            files[plan.index_path] = plan.index.encode()
 
+    files.update(_index_and_value_files(plans))
+    files.update(extra_files)
     document = None if request.run_state is None else request.run_state.document
-    return Sidecars({**files, **extras}, bases, classes, document, tuple(notes))
+    return Sidecars(files, bases, classes, document, tuple(notes))
+
+
+def check_configs(
+    plans: Sequence[PartPlan], sidecars: Sidecars, request: SaveRequest
+) -> tuple[str, ...]:
+    """Check on rank 0 that the config of each saved model describes the model.
+
+    Returns messages for the report. They are about the tokenizer, and about models that
+    `from_pretrained` cannot load. Raises CompanionError for a model that its config does not
+    describe.
+    """
+    is_run = request.run_state is not None
+    notes = [*sidecars.notes]
+    for plan in plans:
+        if plan.part.tensors:
+            config = sidecars.files[path_in(plan.part, SETTINGS_FILES["model"])]
+            notes += check_config(plan.part, config.decode(), is_run=is_run)
+    return tuple(notes)
 
 
 def path_in(part: Part, name: str) -> str:
@@ -122,9 +133,13 @@ def path_in(part: Part, name: str) -> str:
     return PurePosixPath(part.path, name).as_posix()
 
 
-def _in_folder_of(part: Part, contents: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return `contents` by path in the checkpoint instead of by name in the folder of the part."""
-    return {path_in(part, name): content for name, content in contents.items()}
+def _reserved_paths(plans: Sequence[PartPlan]) -> set[str]:
+    """Return the paths that the manifest, the run state, the weights and their indexes use."""
+    reserved = {MANIFEST_NAME, STATE_DOCUMENT}
+    for plan in plans:
+        reserved.add(plan.index_path)
+        reserved.update(file.path for file in plan.files)
+    return reserved
 
 
 def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) -> dict[str, bytes]:
@@ -157,18 +172,38 @@ def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) ->
     return encoded
 
 
-def check_configs(
-    plans: Sequence[PartPlan], sidecars: Sidecars, request: SaveRequest
-) -> tuple[str, ...]:
-    """Check that the config of each saved model describes it; called on rank 0.
+def _module_files(part: Part, base: BaseRecord | None, request: SaveRequest) -> dict[str, bytes]:
+    """Return the configs and the code of a saved module, by path in the checkpoint.
 
-    Returns messages for the report: about the tokenizer, and about models that `from_pretrained`
-    cannot load. Raises CompanionError for a model that its config does not describe.
+    `base` is the base model if the part is an adapter.
     """
-    is_run = request.run_state is not None
-    notes = [*sidecars.notes]
+    write = partial(
+        write_part_files,
+        part=part,
+        base=base,
+        base_id=request.base_id,
+        tokenizer=request.tokenizer,
+        chat_template_name=request.chat_template_name,
+    )
+    return {path_in(part, name): content for name, content in files_made_by(write).items()}
+
+
+def _tokenizer_files(tokenizer: Any, parts: Sequence[Part]) -> dict[str, bytes]:
+    """Return one copy of the tokenizer's files for each part, by path in the checkpoint."""
+    contents = files_made_by(partial(write_tokenizer, tokenizer=tokenizer))
+    files = {}
+    for part in parts:
+        for name, content in contents.items():
+            files[path_in(part, name)] = content
+    return files
+
+
+def _index_and_value_files(plans: Sequence[PartPlan]) -> dict[str, bytes]:
+    """Return the shard indexes, and the values of state dicts that are no tensors, by path."""
+    files = {}
     for plan in plans:
-        if plan.part.tensors:
-            config = sidecars.files[path_in(plan.part, SETTINGS_FILES["model"])]
-            notes += check_config(plan.part, config.decode(), is_run=is_run)
-    return tuple(notes)
+        if plan.part.extra is not None:
+            files[path_in(plan.part, EXTRA_FILE)] = plan.part.extra.encode()
+        if plan.index is not None:
+            files[plan.index_path] = plan.index.encode()
+    return files

@@ -1,7 +1,15 @@
-"""Sends checkpoints to folders and to buckets of object stores, and fetches them."""
+"""Pushes checkpoints to folders and to buckets of object stores, and pulls them from there.
 
-from collections.abc import Callable
+`push`, `pull` and `copy` use `StoreEndpoint` for a path such as "/data/checkpoints" and for a URL
+such as "s3://bucket/run". A `Place` is a folder on a disk or a prefix in a bucket.
+
+A pull of a delta needs more than a copy. A delta stores only what changed since its base
+checkpoint, so the pull rebuilds the whole checkpoint from the delta and its bases. The copy of it
+must be exact: it has the manifest of the rebuilt checkpoint unchanged.
+"""
+
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import Self
@@ -18,27 +26,34 @@ from ft_ckpt.extensions.transfer.endpoints.endpoints import (
     pull_report,
     refuse_options,
 )
-from ft_ckpt.storage import Store
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, open_place
 
 _ALLOWED_OPTIONS = {"state", "quiet"}
-# Imported when a delta is pulled, because numpy is slow to import. The function takes the
-# checkpoint, a store that may have its base, and a `_Fetch`, and returns a report.
-_FETCH_WHOLE_DELTA = "ft_ckpt.extensions.rl.deltas.rebuilding:fetch_whole"
-_Fetch = Callable[[OpenCheckpoint], CopyReport]
+# The function `fetch_whole`, which rebuilds a delta. It is imported when the first delta is pulled,
+# because numpy is slow to import.
+_REBUILD_DELTA = "ft_ckpt.extensions.rl.deltas.rebuilding:fetch_whole"
 
 
 @dataclass(frozen=True)
 class StoreEndpoint(CopyEndpoint):
-    """A checkpoint in a folder or in a bucket of an object store."""
+    """A checkpoint in a folder or in a bucket of an object store.
+
+    `CopyEndpoint` and `Endpoint` explain the methods.
+
+    Attributes:
+        place: The folder or the prefix of the checkpoint.
+        is_parent: Whether the user wrote a slash at the end, as in "s3://bucket/runs/". A
+            checkpoint that is sent to `place` then gets a folder of its own name in it.
+    """
 
     place: Place
     is_parent: bool = False
 
     @classmethod
     def at(cls, place: PlaceLike) -> Self:
-        return cls(open_place(place), isinstance(place, str) and place.endswith("/"))
+        ends_with_slash = isinstance(place, str) and place.endswith("/")
+        return cls(open_place(place), is_parent=ends_with_slash)
 
     @classmethod
     def destination(cls, place: str | Place, options: PushOptions) -> Self:
@@ -78,33 +93,48 @@ class StoreEndpoint(CopyEndpoint):
         *,
         overwrite: bool = False,
     ) -> CopyReport:
-        shown = not options.quiet
-        return copy_open(checkpoint, self.place, manifest, overwrite=overwrite, shown=shown)
+        return copy_open(
+            checkpoint, self.place, manifest, overwrite=overwrite, shown=not options.quiet
+        )
 
     def pull(self, folder: Path | None, *, overwrite: bool) -> PullReport:
-        def fetch(checkpoint: OpenCheckpoint, *, exact: bool = False) -> CopyReport:
-            manifest = checkpoint.manifest
-            if folder is None:
-                return pull_cached(checkpoint, manifest, exact=exact)
-            target = Place(LocalStore(folder))
-            return copy_open(
-                checkpoint, target, manifest, overwrite=overwrite, renews=True, exact=exact
-            )
-
-        def fetch_exactly(checkpoint: OpenCheckpoint) -> CopyReport:
-            return fetch(checkpoint, exact=True)
-
         with open_checkpoint(self.place) as checkpoint:
             if checkpoint.manifest.delta:
-                base_store = None if folder is None else LocalStore(folder.parent)
-                report = _fetch_whole_delta(checkpoint, base_store, fetch_exactly)
+                report = _pull_delta(checkpoint, folder, overwrite=overwrite)
             else:
-                report = fetch(checkpoint)
+                report = _copy_into(folder, checkpoint, overwrite=overwrite, exact=False)
             return pull_report(report, checkpoint.identity)
 
 
-def _fetch_whole_delta(
-    checkpoint: OpenCheckpoint, base_store: Store | None, fetch: _Fetch
-) -> CopyReport:
-    report: CopyReport = load_extension(_FETCH_WHOLE_DELTA)(checkpoint, base_store, fetch)
+def _pull_delta(delta: OpenCheckpoint, folder: Path | None, *, overwrite: bool) -> CopyReport:
+    """Rebuild the whole checkpoint of `delta`, and copy it into `folder` or the cache.
+
+    The parent of `folder` is searched first for a base that was pulled before. Such a base need
+    not be fetched again.
+    """
+    copy_rebuilt = partial(_copy_into, folder, overwrite=overwrite, exact=True)
+    store_with_bases = None if folder is None else LocalStore(folder.parent)
+    rebuild_delta = load_extension(_REBUILD_DELTA)
+    report: CopyReport = rebuild_delta(delta, store_with_bases, copy_rebuilt)
     return report
+
+
+def _copy_into(
+    folder: Path | None, checkpoint: OpenCheckpoint, *, overwrite: bool, exact: bool
+) -> CopyReport:
+    """Copy the checkpoint into `folder`, or into the cache if `folder` is None.
+
+    An existing copy with damaged files is replaced, even without `overwrite`. `exact` commits the
+    manifest of the checkpoint unchanged.
+    """
+    manifest = checkpoint.manifest
+    if folder is None:
+        return pull_cached(checkpoint, manifest, exact=exact)
+    return copy_open(
+        checkpoint,
+        Place(LocalStore(folder)),
+        manifest,
+        overwrite=overwrite,
+        renews=True,  # this replaces a damaged copy
+        exact=exact,
+    )
