@@ -68,7 +68,7 @@ def test_two_ranks_on_one_disk(tmp_path):
     assert (first.code, first.err, second) == (0, "", Outcome(0, "", ""))
     for line in (
         r"1 client of one file system",
-        "a folder that was replaced                 at once",
+        "a folder that was replaced          at once",
         "byte ranges that 2 ranks write into one file: all arrive",
         "saves: each rank writes the bytes it holds into every file (one kernel merges",
         "saves are safe here",
