@@ -82,7 +82,9 @@ def test_a_fault_of_a_save_by_two_nodes(shim, kind, tmp_path, faulty_rank, backg
                 assert ended.status == 0, ended
             if ended.text:
                 assert str(place / world.name) in ended.text, f"names no file: {ended}"
-            steps = {1} if ended.text else {1, 2}
+            # an error of the last sync says that the checkpoint is there
+            is_saved = not ended.text or "the new checkpoint is in place" in ended.text
+            steps = {1, 2} if is_saved else {1}
             await_steps(folder, steps)
             after = save(world.name, 3)
             assert after.status == 0, (ended, after)
@@ -94,5 +96,6 @@ def test_a_fault_of_a_save_by_two_nodes(shim, kind, tmp_path, faulty_rank, backg
         assert save("origin", 1).status == 0
         max_worlds = 0 if kind is NETWORK_DISKS[0] else WORLDS
         report = try_worlds(trial, System(preloaded, *ERRORS), max_worlds=max_worlds)
-    assert report.calls > 20
+    # where each file has one writer, rank 1 may write none
+    assert report.calls > (20 if faulty_rank == 0 else 0)
     print(kind.name, report)
