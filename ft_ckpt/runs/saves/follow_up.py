@@ -57,8 +57,8 @@ class FollowUps:
     ) -> FollowUp:
         """Return what follows one save, as a function of its report.
 
-        Only rank 0 (`is_main`) uploads, pushes, publishes and calls hooks. What is None or False is
-        left out.
+        Only rank 0 (`is_main`) uploads, pushes, publishes and calls hooks. A step whose argument is
+        None or False is not done.
         """
 
         def follow_up(report: SaveReport) -> SaveReport:

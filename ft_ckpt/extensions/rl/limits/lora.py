@@ -175,7 +175,7 @@ def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[
 
 
 def _shape_of(file: TensorFile, name: str) -> tuple[int, ...]:
-    """Return the shape of a tensor, or () if there is none of this name."""
+    """Return the shape of the tensor `name`, or () if the file does not have it."""
     return tuple(file.specs[name].shape) if name in file.specs else ()
 
 
